@@ -1,15 +1,159 @@
-"""Events to bytes and back."""
+"""Events to bytes and back: strict JSON (RFC 8259), or msgpack.
+
+An event is one flat object whose tag is ``"hook"``. Two things differ from what msgspec does by itself: non-finite
+floats are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (msgspec writes null, and nobody would see that
+the loss diverged), and a value without a JSON form becomes a marker instead of an error (`eventbus.plain`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import re
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import PurePath
+from types import NoneType
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-if TYPE_CHECKING:
-    from eventbus.events import Event
+from eventbus.errors import DecodeError
+from eventbus.events import EVENTS, Event, UnknownEvent
+from eventbus.plain import MARKER, to_plain
+
+__all__ = ["decode", "encode"]
+
+_Format: TypeAlias = Literal["json", "msgpack"]
+
+_to_json = msgspec.json.Encoder().encode
+_to_msgpack = msgspec.msgpack.Encoder().encode
+_astuple = msgspec.structs.astuple
+
+_UNTAGGED = frozenset((Event, UnknownEvent))  # the classes whose hook msgspec does not write
+_COMMON = Event.__struct_fields__
+_SCALARS = frozenset((bool, int, NoneType))
+# The strings that stand for a number: a non-finite float in JSON, an integer beyond 64 bit in msgpack.
+_NUMBER_AS_TEXT = re.compile(rb'"(?:NaN|-?Infinity)"|\d{19}')
 
 
-def encode(event: Event, format: Literal["json", "msgpack"] = "json") -> bytes:
-    """Encode an event."""
-    return msgspec.json.encode(event)
+def encode(event: Event, format: _Format = "json") -> bytes:
+    """Return `event` as one JSON object (or msgpack map), without a line end. It never raises for what is in it.
+
+    Paths, enums, dates, numpy scalars, small arrays and the like are written in their JSON form; what has none
+    becomes the string ``<unencodable KEY: TYPE>``.
+    """
+    try:
+        if format == "json" and type(event) not in _UNTAGGED:
+            data = _to_json(event)
+            # count, not in: bytes.__contains__ first tries its operand as a number, which costs as much as encoding
+            nulls = data.count(b"null")
+            if not nulls or nulls == _astuple(event).count(None) or _is_plain(_astuple(event)):
+                return data
+    except Exception:  # whatever a value does, its event is written
+        pass
+    if format not in ("json", "msgpack"):
+        raise ValueError(f"There is no format {format!r}. Use 'json' or 'msgpack'.")
+    return _encode_carefully(event, binary=format == "msgpack")
+
+
+def _encode_carefully(event: Event, *, binary: bool) -> bytes:
+    write = _to_msgpack if binary else _to_json
+    record = _tagged(event) if type(event) in _UNTAGGED else event
+    try:
+        if _is_plain(record.values() if isinstance(record, dict) else _astuple(record)):
+            return write(record)
+    except Exception:
+        pass
+    try:
+        return write(to_plain(record, binary=binary))
+    except RecursionError:  # called on the last frames of the stack: what needs no frame is written
+        return write({"hook": type(event).hook, "seq": event.seq})
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    """Say whether msgspec writes `values` without a loss: finite floats, str keys, no foreign types."""
+    rest = list(values)
+    while rest:
+        value = rest.pop()
+        kind = type(value)
+        if kind in _SCALARS or kind is str:
+            continue
+        if kind is float:
+            if not isfinite(value):
+                return False
+        elif issubclass(kind, dict):
+            if not all(type(key) is str for key in value):
+                return False
+            rest.extend(dict.values(value))
+        elif issubclass(kind, (list, tuple)):
+            rest.extend(value)
+        else:
+            return False
+    return True
+
+
+def _tagged(event: Event) -> dict[str, Any]:
+    """Return the flat object of an event whose class has no tag; what a bus stamped since wins over `fields`."""
+    fields = event.fields if isinstance(event, UnknownEvent) else {}
+    record = {"hook": event.hook, **fields}
+    record["hook"] = event.hook
+    for name, default in zip(_COMMON, Event.__struct_defaults__, strict=True):
+        value = getattr(event, name)
+        if value != default and record.get(name) != value:
+            record[name] = value
+    return record
+
+
+def decode(data: bytes, format: _Format = "json") -> Event:
+    """Return the event that `encode` wrote; a type that is not defined here comes back as `UnknownEvent`.
+
+    Fields that this version's class does not have are ignored. Anything else that does not fit raises `DecodeError`.
+    An event with a marker where its class wants another type is an `UnknownEvent` too, so nothing of it is lost.
+    """
+    protocol = msgspec.json if format == "json" else msgspec.msgpack
+    try:
+        hook = protocol.decode(data, type=_Tag).hook
+        cls = EVENTS.get(hook)
+        return _unknown(protocol.decode(data)) if cls is None else _decode_known(data, cls, protocol)
+    except DecodeError:
+        raise
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"These {len(data)} bytes are no {format} event: {error}.") from error
+
+
+class _Tag(msgspec.Struct):
+    hook: str
+
+
+def _decode_known(data: bytes, cls: type[Event], protocol: Any) -> Event:
+    try:
+        try:
+            return protocol.decode(data, type=cls, dec_hook=_from_plain)
+        except msgspec.ValidationError:
+            if not _NUMBER_AS_TEXT.search(data):
+                raise
+            return protocol.decode(data, type=cls, strict=False, dec_hook=_from_plain)
+    except (msgspec.ValidationError, NameError, TypeError) as error:  # the latter two: annotations nobody can resolve
+        if MARKER.encode() in data:
+            return _unknown(protocol.decode(data))
+        raise DecodeError(f"{cls.hook} does not fit {cls.__module__}.{cls.__qualname__}: {error}.") from error
+
+
+def _from_plain(cls: type, value: Any) -> Any:
+    if issubclass(cls, PurePath):
+        return cls(value)
+    raise NotImplementedError
+
+
+def _unknown(record: dict[str, Any]) -> UnknownEvent:
+    hook = record.pop("hook")
+    common = {name: record[name] for name, kinds in _COMMON_KINDS.items() if type(record.get(name)) in kinds}
+    return UnknownEvent(hook=hook, fields=record, **common)
+
+
+_COMMON_KINDS: Mapping[str, tuple[type, ...]] = {
+    "seq": (int,),
+    "time": (float, int),
+    "run": (str,),
+    "rank": (int,),
+    "attempt": (int,),
+}
