@@ -1,0 +1,130 @@
+"""Files as sinks use them: appended to off the loop, whole or not at all, and mended after a crash.
+
+On asyncio the IO goes through aiofiles, on trio (which aiofiles does not know) through anyio. Files are opened
+without a buffer: a killed process loses nothing that `AppendFile.append` has returned for, a full disk is noticed by
+the write itself, and a forked child has nothing left to flush.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import aiofiles
+import anyio
+import anyio.to_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from pathlib import Path
+
+__all__ = ["AppendFile", "finish", "in_thread", "set_aside"]
+
+T = TypeVar("T")
+
+
+class _RawFile(Protocol):
+    """What aiofiles and anyio have in common."""
+
+    async def write(self, data: bytes, /) -> int: ...
+    async def tell(self) -> int: ...
+    async def truncate(self, size: int | None = None, /) -> int: ...
+
+
+def _on_asyncio() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
+
+
+async def in_thread(function: Callable[..., T], *args: object) -> T:
+    """Run blocking `function` off the loop."""
+    if _on_asyncio():
+        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+    return await anyio.to_thread.run_sync(function, *args)
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end even when cancelled, and only then be cancelled.
+
+    What a thread has begun cannot be taken back: cancelled in the middle, a write would still happen after the
+    caller was told that it did not, and an open would leave its file behind.
+    """
+    with anyio.CancelScope(shield=True):
+        if not _on_asyncio():
+            return await work
+        task = asyncio.ensure_future(work)
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:  # `wait` leaves the task alone
+                cancelled = error
+    if cancelled is not None:
+        task.cancelled() or task.exception()  # the cancellation wins; a failure counts as seen
+        raise cancelled
+    return task.result()
+
+
+class AppendFile:
+    """One file open for appending, by one writer."""
+
+    def __init__(self, raw: _RawFile, close: Callable[[], Awaitable[None]], fd: int, size_bytes: int) -> None:
+        self._raw = raw
+        self._close = close
+        self._fd = fd
+        self.size_bytes = size_bytes
+
+    @classmethod
+    async def open(cls, path: Path) -> AppendFile:
+        """Open `path`, made together with its parents where it is missing; raises OSError."""
+        await in_thread(_make_parents, path)
+        if _on_asyncio():
+            file = await aiofiles.open(path, "ab", buffering=0)
+            return cls(cast("_RawFile", file), file.close, file.fileno(), os.fstat(file.fileno()).st_size)
+        other = await anyio.open_file(path, "ab", buffering=0)
+        fd = other.wrapped.fileno()
+        return cls(cast("_RawFile", other), other.aclose, fd, os.fstat(fd).st_size)
+
+    async def append(self, data: bytes, *, durable: bool = False) -> None:
+        """Write `data` with one write, whole or not at all (then OSError); `durable`: and onto the disk."""
+        written = await self._raw.write(data)
+        try:
+            if written < len(data):  # a nearly full disk takes a part and reports no error
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(data)} bytes written)")
+            if durable:
+                await self.sync()
+        except OSError:
+            await self._raw.truncate(await self._raw.tell() - written)
+            raise
+        self.size_bytes += written
+
+    async def sync(self) -> None:
+        """Put on the disk what was appended."""
+        await in_thread(_sync, self._fd)
+
+    async def aclose(self) -> None:
+        """Close the file."""
+        await self._close()
+
+
+def _make_parents(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _sync(fd: int) -> None:
+    if stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe or a device cannot be synced
+        os.fsync(fd)
+
+
+def set_aside(path: Path, start: int) -> None:
+    """Move the bytes of `path` from `start` on, which a crash left torn, to the end of ``<path>.torn``."""
+    with open(path, "r+b") as file, open(f"{path}.torn", "ab") as torn:
+        file.seek(start)
+        torn.write(file.read() + b"\n")
+        torn.flush()
+        file.truncate(start)
