@@ -8,6 +8,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
@@ -115,8 +116,8 @@ class _Lines:
         self._cannot_rotate = False
         self._file = None
         await _close_quietly(file)
-        if self._compressor is not None:
-            await in_thread(self._compressor.start)
+        with suppress(OSError):  # else the next write opens it, and reports
+            await self.open()
 
     async def aclose(self) -> None:
         file, self._file = self._file, None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -7,9 +7,7 @@ import gc
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -20,6 +18,10 @@ from eventbus.sink import Sink
 from sinks import CSVSink, JSONLSink, Retry, WebhookError, WebhookSink, read_jsonl
 from tests.sinks.receiver import Receiver, slow, status
 from tests.sinks.rows import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 
