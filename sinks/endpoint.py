@@ -113,7 +113,7 @@ class Endpoint:
                     outcome = await self._post(client, message)
                     self._is_suspect = False
                     return outcome
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # whatever the client raises is how the attempt ended
                 return self._failure(error)
         return Outcome(reason=f"no answer within {ATTEMPT_LIMIT_S:g} s", is_retryable=True)
 

@@ -93,8 +93,10 @@ class Table:
         self, old: BinaryIO, new: BinaryIO, columns: list[str], replacing: Mapping[int, list[Row]]
     ) -> dict[int, int]:
         """Copy the old rows, the new ones in place of theirs; return where those begin that may still be replaced."""
+        start = 0
         if columns == self._columns:  # what lies before the first replaced row stays as it is, unread
-            _copy_bytes(old, new, min(self._known[key] for key in replacing))
+            start = min(self._known[key] for key in replacing)
+            _copy_bytes(old, new, start)
         else:
             next(_records(old))
             new.write(_header(columns))
@@ -102,7 +104,7 @@ class Table:
         moved: dict[int, int] = {}
         for _, raw, fields in _records(old):
             key = identity(dict(zip(self._columns, fields, strict=False))) if self._known else None
-            if key is not None and key in self._known:
+            if key is not None and self._known.get(key, -1) >= start:
                 moved.setdefault(key, new.tell())
             if key is not None and key in replacing:
                 new.write(_text(columns, waiting.pop(key, [])))

@@ -99,25 +99,14 @@ class WebhookSink:
 
     async def open(self) -> None:
         """Make the HTTP client; nothing is sent yet."""
-        endpoint = self._new_endpoint()
-        try:
-            await endpoint.prepare()
-        except Exception as error:
-            await endpoint.aclose()
-            problem = self._redactor.text(f"{type(error).__name__} {error}")
-        else:
-            self._endpoint = endpoint
-            return
-        raise SinkUnavailable(f"{self!r} cannot make its HTTP client: {problem}")
+        self._endpoint = await self._prepared()
 
     async def write(self, events: Sequence[Event], /) -> None:
         """Deliver `events`; raise `WebhookError` for one that was given up, `SinkGone` where nothing more is wanted."""
-        if self._endpoint is None:
-            await self.open()
-        assert self._endpoint is not None
+        endpoint = self._endpoint = self._endpoint or await self._prepared()
         refused: WebhookError | None = None
         for event, line in zip(events, encoded(events), strict=True):
-            refused = await self._deliver(self._endpoint, event, line) or refused
+            refused = await self._deliver(endpoint, event, line) or refused
         if refused is not None:
             raise refused
 
@@ -143,6 +132,16 @@ class WebhookSink:
 
     def _new_endpoint(self) -> Endpoint:
         return Endpoint(self._url, self._key, self._redactor, self._given)
+
+    async def _prepared(self) -> Endpoint:
+        endpoint = self._new_endpoint()
+        try:
+            await endpoint.prepare()
+            return endpoint
+        except Exception as error:  # noqa: BLE001  # certificates, proxy settings, the import: told without secrets
+            await endpoint.aclose()
+            problem = self._redactor.text(f"{type(error).__name__} {error}")
+        raise SinkUnavailable(f"{self!r} cannot make its HTTP client: {problem}")
 
     async def _deliver(self, endpoint: Endpoint, event: Event, line: bytes) -> WebhookError | None:
         delivery = Delivery(Message.of(event, line))
