@@ -1,0 +1,255 @@
+"""Delivery: takes events from one subscriber's cursor, one at a time, and sees each of them settled.
+
+Here are the things all kinds of subscribers share: the clock that ends an attempt, abandoning what will not stop,
+and what an error does. `AsyncDelivery` awaits handlers on the loop; `ThreadDelivery` and `SinkDelivery` are in
+files of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from eventbus import handling
+
+if TYPE_CHECKING:
+    from eventbus.bus import EventBus
+    from eventbus.events import Event
+    from eventbus.log import Entry
+    from eventbus.loop import Host, Scope
+    from eventbus.subscription import Queued
+
+__all__ = ["AsyncDelivery", "Delivery"]
+
+#: How long a cancelled handler may take to end before it is abandoned, in seconds.
+GRACE_S = 0.1
+#: How long a worker delivers before it lets the rest of the loop run, in seconds.
+SLICE_S = 0.001
+_BACKOFF_S = 0.1
+_BACKOFF_MOST_S = 5.0
+
+
+class Delivery:
+    """One subscriber's worker and its clock.
+
+    A worker has a generation: when a handler will not stop, the clock abandons it by raising the generation and
+    starting the next worker, and the old one ends without a word when its handler returns.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, subscriber: Queued, bus: EventBus, host: Host) -> None:
+        self.subscriber = subscriber
+        self.cursor = subscriber.cursor
+        self.name = subscriber.name
+        self.bus = bus
+        self.host = host
+        self.timeout_s = subscriber.timeout_s
+        #: When the running attempt is over, by `perf_counter`; infinite while nothing runs.
+        self.deadline_s = math.inf
+        #: The running attempt was asked to stop.
+        self.overdue = False
+        self.generation = 0
+        #: The worker has ended, and with it the subscription.
+        self.ended = False
+        self.stopping = False
+
+    @property
+    def event(self) -> Event | None:
+        """The event being handled."""
+        entry = self.cursor.running
+        return entry.event if entry is not None else None
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def check(self, now_s: float) -> float:
+        """Look at the clock: end an attempt that is over; returns when to look again."""
+        if now_s < self.deadline_s:
+            return self.deadline_s
+        if not self.overdue:
+            self.overdue = True
+            self.deadline_s = now_s + GRACE_S
+            self.interrupt()
+        else:
+            self.abandon()
+        return self.deadline_s
+
+    def interrupt(self) -> None:
+        """Ask the running attempt to stop."""
+
+    def abandon(self) -> None:
+        """Give up a handler that will not stop, and go on with the next event."""
+        entry = self.cursor.running
+        self.generation += 1
+        self.deadline_s = math.inf
+        self.overdue = False
+        if entry is not None and self.cursor.time_out(entry):
+            self.bus._failures.told(self.subscriber, entry, TimeoutError(self._timeout_text() + " and did not stop"))
+        if not self.stopping:
+            self.start()
+
+    def stop(self) -> None:
+        """End the worker after the running delivery; the cursor keeps what is left."""
+        self.stopping = True
+        self.cursor.wake()
+
+    def cut(self, reason: str) -> None:
+        """Give up what runs and drop what waits: the time for closing is over."""
+        self.stopping = True
+        self.generation += 1
+        self.deadline_s = math.inf
+        entry = self.cursor.running
+        if entry is not None:
+            self.cursor.drop(entry, reason)
+        self.interrupt()
+        self.cursor.drop_all(reason)
+        self.ended = True
+        self.cursor.wake()
+
+    def _timeout_text(self) -> str:
+        return f"took longer than its timeout of {self.timeout_s:g} s"
+
+    def _timed_out(self, entry: Entry) -> None:
+        if self.cursor.time_out(entry):
+            self.bus._failures.told(self.subscriber, entry, TimeoutError(self._timeout_text()))
+
+    def _failed(self, entry: Entry, error: BaseException) -> None:
+        if self.cursor.fail(entry):
+            self.bus._failures.told(self.subscriber, entry, error)
+
+    def held(self, seconds: float) -> None:
+        """Note how long the worker held its loop without awaiting."""
+        if seconds > self.cursor.hold_s:
+            self.cursor.hold_s = seconds
+        if seconds > 0.05:
+            self.bus._failures.loop_held(self.subscriber, seconds)
+
+    def finished(self) -> None:
+        """The last event is settled and none will come."""
+        self.ended = True
+        self.bus._ended(self.subscriber)
+
+
+def backoff_s(attempt: int) -> float:
+    """The longest pause before retry number `attempt`, from 1: doubling from 0.1 s up to 5 s."""
+    return min(_BACKOFF_S * 2.0 ** (attempt - 1), _BACKOFF_MOST_S)
+
+
+class AsyncDelivery(Delivery):
+    """Awaits an ``async def`` on the loop: one long-lived task, the handler awaited directly in it."""
+
+    kind = "async"
+    _scope: Scope | None = None
+    #: The event to try again, and for the last event that was tried again: its number and how often.
+    _again: Entry | None = None
+    _attempts: tuple[int, int] = (0, 0)
+
+    def __init__(self, subscriber: Queued, bus: EventBus, host: Host) -> None:
+        super().__init__(subscriber, bus, host)
+        self._fn: Callable[[Any], Awaitable[object]] = subscriber.fn
+        self._waker = host.waker()
+        self.cursor.wake = self._waker.wake
+
+    def start(self) -> None:
+        self.host.spawn(self._run, name=f"trainbus {self.name}", on_hold=self.held)
+
+    def interrupt(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def _run(self) -> None:
+        mine = self.generation
+        handling.handler.set(self)
+        while self.generation == mine and not self.ended:
+            with self.host.scope() as scope:
+                self._scope = scope
+                if await self._serve(mine):
+                    break
+        if self.generation == mine and not self.stopping:
+            self.finished()
+
+    async def _serve(self, mine: int) -> bool:
+        """Deliver until there is nothing more (True), or until this scope was cancelled (False)."""
+        cursor, fn, timeout_s = self.cursor, self._fn, self.timeout_s
+        now = perf_counter()
+        pause_at = now + SLICE_S
+        while not self.stopping:
+            entry = self._again or cursor.take()
+            if entry is None:
+                if not await self._wait():
+                    return True
+                now = perf_counter()
+                pause_at = now + SLICE_S
+                continue
+            if self.subscriber.is_closed:
+                cursor.drop(entry, "unsubscribed")
+                continue
+            self.deadline_s = now + timeout_s
+            try:
+                await fn(entry.event)
+            except BaseException as error:  # noqa: BLE001  # isolation is the job
+                if not await self._mishap(entry, error, mine):
+                    return False
+                now = perf_counter()
+                continue
+            if self.overdue or self.generation != mine:
+                return await self._mishap(entry, None, mine)
+            self._again = None
+            started, now = now, perf_counter()
+            cursor.took(now - started)
+            cursor.deliver(entry)
+            if now > pause_at:
+                self.deadline_s = math.inf
+                await self.host.checkpoint()
+                now = perf_counter()
+                pause_at = now + SLICE_S
+        return True
+
+    async def _wait(self) -> bool:
+        """Wait for an event; False when none will come."""
+        cursor = self.cursor
+        self.deadline_s = math.inf
+        cursor.waiting = True
+        if not cursor.queued() and not cursor.ended and not self.stopping:  # looked again, now that a feeder would wake us
+            await self._waker.wait()
+        cursor.waiting = False
+        return bool(cursor.queued()) or not (cursor.ended or self.stopping)
+
+    async def _mishap(self, entry: Entry, error: BaseException | None, mine: int) -> bool:
+        """Settle an attempt that raised or was overdue; False when its scope is over, and with it this turn."""
+        if self.generation != mine:
+            return False
+        overdue, self.overdue, self.deadline_s = self.overdue, False, math.inf
+        if not overdue and error is not None and self.host.is_ours(error):  # the loop ends, and cancels its tasks
+            self.cursor.drop(entry, "loop_closed")
+            self.bus._lost_loop()
+            raise error
+        if (overdue or isinstance(error, Exception)) and self._may_retry(entry):
+            self._again = entry
+        elif overdue:
+            self._timed_out(entry)
+        else:
+            assert error is not None  # noqa: S101
+            self._failed(entry, error)
+            if isinstance(error, KeyboardInterrupt) and self.bus._is_hosted_in_main():
+                self.host.interrupt()
+                raise error
+        if overdue:
+            if error is not None and not isinstance(error, Exception):
+                raise error  # ends the scope that was cancelled
+            return False
+        if self._again is entry:
+            await self.host.sleep(backoff_s(self._attempts[1]))
+        return True
+
+    def _may_retry(self, entry: Entry) -> bool:
+        attempt = self._attempts[1] + 1 if self._attempts[0] == entry.seq else 1
+        self._attempts = (entry.seq, attempt)
+        self._again = None
+        if attempt > self.subscriber.options.retries or self.stopping or self.subscriber.is_closed:
+            return False
+        self.cursor.retried += 1
+        return True

@@ -1,0 +1,44 @@
+"""The end of the process, and its copies: one exit hook for all running buses, and a count of forks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from time import perf_counter
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from eventbus.bus import EventBus
+
+__all__ = ["fork_count", "running"]
+
+#: Held weakly, so that no bus lives longer for being known here.
+running: WeakSet[EventBus] = WeakSet()
+_forks = 0
+
+
+def fork_count() -> int:
+    """How many forks lie between this process and the one that imported the bus."""
+    return _forks
+
+
+def _forked() -> None:
+    """In the child: every bus from before is inert, since its threads are not here. Takes no lock."""
+    global _forks, running
+    _forks += 1
+    running = WeakSet()
+
+
+def _at_exit() -> None:
+    """Deliver what is left. Non-daemon threads have ended by now; the bus's own threads are daemons and still run."""
+    buses = list(running)
+    started = perf_counter()
+    for bus in buses:
+        bus._exit_begin()
+    for bus in buses:
+        bus._exit_end(started)
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_forked)

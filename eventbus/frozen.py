@@ -1,0 +1,181 @@
+"""Read-only containers, and how any value becomes one."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import pathlib
+import sys
+import uuid
+from collections.abc import ItemsView, Mapping, Sequence, Set, ValuesView
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+from eventbus.device import Copies, Deferred
+
+__all__ = ["PLAIN", "DeviceDict", "FrozenDict", "freeze", "resolve", "weigh"]
+
+#: Exact types that nobody can change.
+PLAIN = frozenset({float, int, str, bool, type(None)})
+_IMMUTABLE = (bytes, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+_DEEPEST = 16
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dict that cannot be changed; it pickles, encodes and compares as a dict. ``dict(frozen)`` is a copy to change."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("An event is read-only, since every subscriber shares it; change a copy: dict(event.metrics).")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[Any, Any]]]:
+        return FrozenDict, (dict(self),)
+
+    def __copy__(self) -> FrozenDict:
+        return self
+
+    def __deepcopy__(self, memo: object) -> FrozenDict:
+        return self
+
+
+class DeviceDict(FrozenDict):
+    """What an inline hook gets while numbers are on a GPU: reading a key waits for that number, and only that does."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        return resolve(super().__getitem__(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def items(self) -> ItemsView[Any, Any]:
+        return _all(self).items()
+
+    def values(self) -> ValuesView[Any]:
+        return _all(self).values()
+
+    def __eq__(self, other: object) -> bool:
+        return _all(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return _all(self) != other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return _all(self) | other
+
+    def copy(self) -> dict[Any, Any]:
+        return _all(self)
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[Any, Any]]]:
+        return FrozenDict, (_all(self),)
+
+    def __repr__(self) -> str:
+        return repr(_all(self))
+
+
+def _all(mapping: DeviceDict) -> dict[Any, Any]:
+    return {key: mapping[key] for key in mapping}
+
+
+def freeze(value: Any, copies: Copies, depth: int = 0) -> Any:
+    """The state of `value` now, read-only: containers rebuilt, one-element tensors and arrays as Python numbers.
+
+    A CUDA number becomes a `Deferred` in `copies`. Larger tensors and foreign objects become a text naming their
+    type, and are not held.
+    """
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, (*_IMMUTABLE, FrozenDict, enum.Enum)):
+        return value
+    if depth >= _DEEPEST:
+        return f"<{_type_name(value)}: nested deeper than {_DEEPEST}>"
+    number = _number(value, copies)
+    if number is not None:
+        return number
+    try:
+        return _container(value, copies, depth + 1)
+    except Exception as error:  # iterating a foreign object failed: it is told as what it is
+        return f"<{_type_name(value)}: {type(error).__name__}>"
+
+
+def _container(value: Any, copies: Copies, depth: int) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenDict({_key(key): freeze(item, copies, depth) for key, item in value.items()})
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | memoryview | range):
+        if isinstance(value, bytearray):
+            return bytes(value)
+        return tuple(freeze(item, copies, depth) for item in value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, range):
+        return tuple(value) if len(value) <= 1024 else repr(value)
+    if isinstance(value, bool | int | float):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, msgspec.Struct):
+        return FrozenDict({f: freeze(getattr(value, f), copies, depth) for f in value.__struct_fields__})
+    if is_dataclass(value) and not isinstance(value, type):
+        return FrozenDict({f.name: freeze(getattr(value, f.name), copies, depth) for f in fields(value)})
+    return f"<{_type_name(value)}>"
+
+
+def _key(key: Any) -> Any:
+    return key if type(key) in PLAIN else str(key) if isinstance(key, str | int | float) else f"<{_type_name(key)}>"
+
+
+def _number(value: Any, copies: Copies) -> Any:
+    """A tensor or array of one element as a number, a larger one as a text; None when it is neither."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_meta:
+            return f"<{_type_name(value)} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"
+        return copies.add(value) if value.is_cuda else value.item()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        if value.size != 1:
+            return f"<{_type_name(value)} {value.dtype}{list(value.shape)}>"
+        item = value.item()
+        return item if type(item) in PLAIN else str(item)
+    return None
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def resolve(value: Any) -> Any:
+    """The value with every `Deferred` in it read."""
+    if isinstance(value, Deferred):
+        return value.value()
+    if isinstance(value, dict) and any(_waits(item) for item in dict.values(value)):
+        return FrozenDict({key: resolve(item) for key, item in dict.items(value)})
+    if isinstance(value, tuple) and any(_waits(item) for item in value):
+        return tuple(resolve(item) for item in value)
+    return value
+
+
+def _waits(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_waits(item) for item in dict.values(value))
+    return isinstance(value, Deferred) or (isinstance(value, tuple) and any(_waits(item) for item in value))
+
+
+def weigh(value: Any) -> int:
+    """About how many bytes a frozen value holds."""
+    if isinstance(value, str | bytes):
+        return 60 + len(value)
+    if isinstance(value, Mapping):
+        return 100 + sum(60 + weigh(key) + weigh(item) for key, item in value.items())
+    if isinstance(value, tuple):
+        return 60 + sum(8 + weigh(item) for item in value)
+    return 32
+
+

@@ -1,0 +1,287 @@
+"""The log: numbers events, takes them from any thread without waiting, and hands them on to the cursors.
+
+Publishers append to a hand-off buffer; a feeder (the pump on the bus loop, as a rule) moves what is there to the
+cursors of the subscribers. Marks in the same buffer attach and detach cursors and end a flush, so all of these are
+exact with respect to the events around them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, islice
+from operator import iadd
+from threading import get_ident
+from time import perf_counter, sleep, time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from eventbus.codec import encode
+from eventbus.events import Event, EventsDropped, SubscriberDisabled, SubscriberErrorEvent, UnknownEvent
+from eventbus.snapshot import Awaited
+
+if TYPE_CHECKING:
+    from eventbus.cursor import Cursor
+    from eventbus.filters import Filter
+    from eventbus.marks import Flush
+    from eventbus.subscription import Queued
+
+__all__ = ["HANDOFF", "Entry", "Log", "Mark"]
+
+#: How many events the hand-off buffer takes before publishers help to empty it.
+HANDOFF = 20_000
+_WINDOW = 512
+_DEVICE_WAIT_S = 10.0
+_ABOUT = frozenset({SubscriberErrorEvent, SubscriberDisabled, EventsDropped})
+
+
+class Entry(msgspec.Struct, gc=False):
+    """One event in the log, shared by the cursors of all its subscribers, and gone with the last of them."""
+
+    event: Event
+    seq: int
+    size: int
+    shed: bool
+    #: What filters look at: the event's class, or the hook of an event whose class is unknown here.
+    kind: Any
+    #: The thread that published it, where somebody may have to be told.
+    thread: int = 0
+    #: Cursors with ``overflow="block"`` for which the publisher gave up waiting.
+    refused_by: tuple[Cursor, ...] = ()
+    encoded: bytes | None = None
+
+    @property
+    def json(self) -> bytes:
+        """The event as JSON, encoded once for all sinks."""
+        if self.encoded is None:
+            self.encoded = encode(self.event)
+        return self.encoded
+
+
+#: An appended event before it is an `Entry`: event, captured values, Unix time, thread, refusing cursors; its number
+#: comes last. For a mark the event is None and the mark itself stands in the place of the captured values.
+Raw = list[Any]
+
+
+class Mark:
+    """Something that happens at one point of the log."""
+
+    def reached(self, seq: int) -> None:
+        """Called once by the feeder, after all events before it and before all events after it."""
+
+
+class Log:
+    """The hand-off buffer and the subscribers it feeds."""
+
+    def __init__(self, stamp: Callable[[Raw], Entry]) -> None:
+        self._stamp = stamp
+        self.buffer: deque[Raw] = deque()
+        #: One-element tuples of numbers; a new tuple costs nothing, since `zip` uses its last one again.
+        self.numbers = zip(count(1))
+        self._fed = 0
+        self._feeder = 0
+        self._channels: tuple[Channel, ...] = ()
+        self.subscribers: tuple[Queued, ...] = ()
+        #: Attached, and not yet served by a worker.
+        self.newcomers: deque[Queued] = deque()
+        #: Set by the pump before it sleeps; who clears it wakes the pump.
+        self.asleep = False
+        self.wake: Callable[[], None] = _nobody
+        #: What went wrong while feeding: who or what, and the error; told by the pump, since a feeder must not log.
+        self.errors: deque[tuple[str, BaseException]] = deque()
+        self.flushes: list[Flush] = []
+
+    def append(self, raw: Raw) -> None:
+        """Give the entry its number and append it, in one C call.
+
+        Nothing can come between the two: the order of the buffer is the order of the numbers, with several threads
+        publishing, and whatever signal or finaliser strikes.
+        """
+        self.buffer.extend(map(iadd, (raw,), self.numbers))
+
+    def mark(self, mark: Mark) -> None:
+        self.append([None, mark])
+        self.rouse()
+
+    def rouse(self) -> None:
+        """Have the pump look now."""
+        self.asleep = False
+        self.wake()
+
+    def __len__(self) -> int:
+        return len(self.buffer)
+
+    def feed(self, budget_s: float = float("inf"), most: int | None = None) -> bool:
+        """Hand on what is in the buffer; returns whether anything was. One thread at a time feeds, others return.
+
+        Taking the place of the feeder is a test and a store without a call between, which the GIL makes one step;
+        unlike a lock it cannot stay taken when a KeyboardInterrupt strikes, and a finaliser that comes back here in
+        the middle is turned away instead of deadlocking.
+        """
+        me = get_ident()
+        if self._feeder:
+            return False
+        self._feeder = me
+        try:
+            return self._feed(perf_counter() + budget_s, most)
+        finally:
+            self._feeder = 0
+
+    def catch_up(self, timeout: float = 1.0) -> None:
+        """Hand on all that was published before, waiting for another feeder; from inside the feeder, do nothing."""
+        end = perf_counter() + timeout
+        while self.buffer and self._feeder != get_ident() and perf_counter() < end:
+            if not self.feed():
+                sleep(0.0005)
+
+    def _feed(self, until_s: float, most: int | None) -> bool:
+        moved = 0
+        while self.buffer:
+            window = list(islice(self.buffer, most or _WINDOW))
+            if window[0][-1] > self._fed:
+                done = self._feed_window(window)
+                if not done:
+                    break
+                self._fed = window[done - 1][-1]
+            while self.buffer and self.buffer[0][-1] <= self._fed:
+                self.buffer.popleft()
+                moved += 1
+            if most is not None or perf_counter() > until_s:
+                break
+        return moved > 0
+
+    def _feed_window(self, window: list[Raw]) -> int:
+        """Hand on a stretch of the buffer; returns how much of it, less while numbers are still on a GPU."""
+        entries: list[Entry] = []
+        done = 0
+        for raw in window:
+            if raw[0] is None:
+                self._distribute(entries)
+                entries = []
+                raw[1].reached(raw[-1])
+            elif type(raw[1]) is Awaited and not _has_arrived(raw):
+                break
+            else:
+                self._admit(raw, entries)
+            done += 1
+        self._distribute(entries)
+        return done
+
+    def _admit(self, raw: Raw, entries: list[Entry]) -> None:
+        try:
+            entries.append(self._stamp(raw))
+        except Exception as error:  # an event that cannot be stamped must not stop those behind it
+            self.errors.append((raw[0].hook, error))
+
+    def _distribute(self, entries: list[Entry]) -> None:
+        if not entries:
+            return
+        kinds = {entry.kind for entry in entries}
+        only_rank_0 = all(entry.event.rank == 0 for entry in entries)
+        about_us = not kinds.isdisjoint(_ABOUT)
+        size = sum(entry.size for entry in entries)
+        for channel in self._channels:
+            batch = channel.pick(entries, kinds, only_rank_0=only_rank_0)
+            if batch:
+                batch_size = size if batch is entries else sum(entry.size for entry in batch)
+                channel.feed(batch, batch_size, about_us=about_us)
+
+    def settled(self, cursor: Cursor) -> None:
+        """Called by a cursor after an event was settled, while a flush goes on."""
+        for flush in tuple(self.flushes):
+            flush.look(cursor)
+
+    def flushed(self, flush: Flush) -> None:
+        """A flush is complete, or given up."""
+        if flush in self.flushes:
+            self.flushes.remove(flush)
+        if not self.flushes:
+            for subscriber in self.subscribers:
+                subscriber.cursor.on_settled = None
+
+    def attach(self, subscriber: Queued) -> None:
+        if subscriber in self.subscribers:  # an interrupted feeder begins again
+            return
+        self.subscribers += (subscriber,)
+        self.newcomers.append(subscriber)
+        self.rechannel()
+
+    def rechannel(self) -> None:
+        """Group the subscribers anew by what they hear."""
+        self._channels = _channels(self.subscribers)
+
+    def detach(self, subscriber: Queued) -> None:
+        self.subscribers = tuple(s for s in self.subscribers if s is not subscriber)
+        self.rechannel()
+
+
+class Channel:
+    """The subscribers that hear the same: asked once for all of them whether they hear an event."""
+
+    __slots__ = ("_filter", "_heard", "_rank", "_run", "_subscribers")
+
+    def __init__(
+        self, filter: Filter, run: str | None, rank: int | Literal["all"] | None, subscribers: tuple[Queued, ...]
+    ) -> None:
+        self._filter = filter
+        self._run = run
+        self._rank = rank
+        self._subscribers = subscribers
+        self._heard: dict[Any, bool] = {}
+
+    def pick(self, entries: Sequence[Entry], kinds: set[Any], *, only_rank_0: bool) -> Sequence[Entry]:
+        heard = {kind for kind in kinds if self._hears(kind)}
+        if not heard:
+            return ()
+        if len(heard) < len(kinds):
+            entries = [entry for entry in entries if entry.kind in heard]
+        if self._run is not None:
+            entries = [entry for entry in entries if entry.event.run == self._run]
+        if not only_rank_0 or self._rank not in (None, "all", 0):
+            entries = [e for e in entries if hears_rank(self._rank, e.event.rank, e.event.hook)]
+        return entries
+
+    def _hears(self, kind: Any) -> bool:
+        try:
+            return self._heard[kind]
+        except KeyError:
+            unknown = isinstance(kind, str)
+            heard = self._filter.hears(UnknownEvent, kind) if unknown else self._filter.hears(kind, kind.hook)
+            self._heard[kind] = heard
+            return heard
+
+    def feed(self, batch: Sequence[Entry], size: int, *, about_us: bool) -> None:
+        for subscriber in self._subscribers:
+            if about_us:
+                told = [e for e in batch if e.kind not in _ABOUT or e.event.subscriber != subscriber.name]  # type: ignore[attr-defined]
+                subscriber.feed(told, sum(entry.size for entry in told))
+            else:
+                subscriber.feed(batch, size)
+
+
+def hears_rank(wanted: int | Literal["all"] | None, rank: int | None, hook: str) -> bool:
+    """Queued subscribers hear rank 0; an exception is heard on the rank where it happens."""
+    if wanted is None:
+        return not rank or hook == "on_exception"
+    return wanted in ("all", rank)
+
+
+def _channels(subscribers: Iterable[Queued]) -> tuple[Channel, ...]:
+    groups: dict[Any, list[Queued]] = {}
+    for subscriber in subscribers:
+        groups.setdefault((subscriber.heard, subscriber.options.run, subscriber.options.rank), []).append(subscriber)
+    return tuple(Channel(*key, tuple(group)) for key, group in groups.items())
+
+
+def _has_arrived(raw: Raw) -> bool:
+    """Whether the numbers of an event have left the GPU. One that hangs is not waited for any longer."""
+    copies = raw[1].copies
+    copies.lost = not copies.arrived() and time() - raw[2] > _DEVICE_WAIT_S
+    return copies.lost or copies.arrived()
+
+
+def _nobody() -> None:
+    """Wakes nobody: no pump runs."""
+
+

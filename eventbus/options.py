@@ -1,0 +1,155 @@
+"""The options of a subscription, checked where they are given."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from eventbus.errors import SubscriptionError
+from eventbus.events import Event
+from eventbus.filters import nearest
+
+__all__ = ["Kind", "Options", "Overflow", "kind_of"]
+
+Kind = Literal["inline", "async", "thread", "sink", "stream"]
+Overflow = Literal["drop_oldest", "drop_newest", "latest", "block"]
+
+_MIB = 1024 * 1024
+_TIMEOUT_S: Mapping[Kind, float] = {"async": 10.0, "thread": 300.0, "sink": 60.0, "stream": math.inf, "inline": math.inf}
+_QUEUE_OPTIONS = ("timeout", "maxsize", "max_bytes", "overflow", "block_timeout", "retries", "rank")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How one subscriber is served. Times are in seconds, sizes in bytes; None = the default of its kind."""
+
+    every: int = 1
+    every_s: float | None = None
+    when: Callable[[Any], object] | None = None
+    once: bool = False
+    run: str | None = None
+    rank: int | Literal["all"] | None = None
+    name: str | None = None
+    priority: int = 0
+    run_in: Literal["thread"] | None = None
+    timeout: float | None = None
+    maxsize: int = 1024
+    max_bytes: int = 64 * _MIB
+    overflow: Overflow = "drop_oldest"
+    block_timeout: float = 1.0
+    retries: int = 0
+    on_error: Literal["isolate", "raise"] = "isolate"
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    @classmethod
+    def of(cls, subscriber: str, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Options:
+        """Check the options `given` for a subscriber; `defaults` are a sink's own."""
+        known = [f.name for f in fields(cls) if f.name != "given"]
+        for option in (*(defaults or ()), *given):
+            if option not in known:
+                near = nearest(option, known)
+                hint = f"Did you mean {near}=?" if near else f"The options are {', '.join(known)}."
+                raise SubscriptionError(subscriber, f"got an unknown option {option!r}", hint)
+        options = cls(**{**(defaults or {}), **given}, given=frozenset(given))
+        options._check_ranges(subscriber)
+        return options
+
+    def _check_ranges(self, subscriber: str) -> None:
+        for option, fits, rule in (
+            ("every", _is_int(self.every, 1), "a whole number from 1"),
+            ("every_s", self.every_s is None or _is_seconds(self.every_s), "a number of seconds above 0"),
+            ("when", self.when is None or callable(self.when), "a function of the event"),
+            ("once", isinstance(self.once, bool), "True or False"),
+            ("run", self.run is None or isinstance(self.run, str), "a run id"),
+            ("rank", self.rank in (None, "all") or _is_int(self.rank, 0), '"all" or a rank from 0'),
+            ("name", self.name is None or (isinstance(self.name, str) and self.name != ""), "a text"),
+            ("priority", isinstance(self.priority, int), "a whole number (higher runs first)"),
+            ("run_in", self.run_in in (None, "thread"), '"thread"'),
+            ("timeout", self.timeout is None or _is_seconds(self.timeout), "a finite number of seconds above 0"),
+            ("maxsize", _is_int(self.maxsize, 1), "a whole number of events from 1"),
+            ("max_bytes", _is_int(self.max_bytes, 1), "a whole number of bytes from 1"),
+            ("overflow", self.overflow in get_args(Overflow), "one of " + ", ".join(map(repr, get_args(Overflow)))),
+            ("block_timeout", _is_seconds(self.block_timeout), "a finite number of seconds above 0"),
+            ("retries", _is_int(self.retries, 0), "a whole number from 0"),
+            ("on_error", self.on_error in ("isolate", "raise"), '"isolate" or "raise"'),
+        ):
+            if not fits:
+                value = getattr(self, option)
+                raise SubscriptionError(subscriber, f"got {option}={value!r}", f"{option} is {rule}.")
+
+    def check_inline(self, subscriber: str) -> None:
+        """Refuse what only a queue can do."""
+        for option in _QUEUE_OPTIONS:
+            if option in self.given:
+                raise SubscriptionError(
+                    subscriber,
+                    f"is a def and runs inline, so {option}= means nothing to it",
+                    'Make it an async def, or add run_in="thread".',
+                )
+
+    def timeout_s(self, kind: Kind) -> float:
+        """The time limit of one attempt in seconds."""
+        return _TIMEOUT_S[kind] if self.timeout is None else self.timeout
+
+    def shown(self) -> dict[str, Any]:
+        """What differs from the defaults, for `describe`."""
+        plain = Options()
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.compare and f.name not in ("name", "priority") and getattr(self, f.name) != getattr(plain, f.name)
+        }
+
+    def same_as(self, other: Options) -> bool:
+        """Whether a second registration of one callable asks for the same service."""
+        return replace(self, name=None) == replace(other, name=None) and (
+            self.name is None or other.name is None or self.name == other.name
+        )
+
+
+def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:
+    """How a callable is served, decided once: `def` inline, `async def` on the bus loop, run_in="thread" in a thread."""
+    _check_signature(fn, subscriber)
+    if _is_async(fn):
+        if options.run_in is not None:
+            raise SubscriptionError(
+                subscriber,
+                f"is a coroutine function; it cannot run in a {options.run_in}",
+                f'Remove run_in="{options.run_in}" or make it a def.',
+            )
+        return "async"
+    if options.run_in == "thread":
+        return "thread"
+    options.check_inline(subscriber)
+    return "inline"
+
+
+def _is_async(fn: Callable[..., Any]) -> bool:
+    while hasattr(fn, "func") and not inspect.isroutine(fn):  # functools.partial
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def _check_signature(fn: Callable[..., Any], subscriber: str) -> None:
+    try:
+        inspect.signature(fn).bind(Event())
+    except TypeError as error:
+        raise SubscriptionError(
+            subscriber, f"cannot take one event ({error})", "Give it exactly one required parameter, the event."
+        ) from None
+    except ValueError:  # a builtin without a signature, e.g. list.append: taken at its word
+        return
+    inner = inspect.unwrap(fn)
+    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        raise SubscriptionError(subscriber, "is a generator: calling it would run nothing", "Remove its yield.")
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,73 @@
+"""Hides values whose keys look secret, and credentials in URLs, before any subscriber sees them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from eventbus.frozen import FrozenDict
+
+__all__ = ["HIDDEN", "SECRET_KEYS", "Redaction"]
+
+#: What a hidden value is replaced by.
+HIDDEN = "[redacted]"
+#: The default of ``EventBus(redact=…)``: parts of key names, as regular expressions, letter case ignored.
+SECRET_KEYS = (
+    r"token(?!i[sz])",  # not tokenizer
+    r"secret",
+    r"passw",
+    r"passphrase",
+    r"api[_-]?key",
+    r"access[_-]?key",
+    r"private[_-]?key",
+    r"credential",
+    r"authorization",
+    r"webhook",
+)
+_USERINFO = re.compile(r"(?<=://)[^/\s@]+@")
+_KNOWN_KEYS = 10_000
+
+
+class Redaction:
+    """The key patterns of one bus. Numbers stay visible (``num_tokens``): a secret is a text or a container."""
+
+    __slots__ = ("_harmless", "_secret")
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        joined = "|".join(patterns)
+        self._secret = re.compile(joined, re.IGNORECASE) if joined else None
+        #: Keys already looked at, so that a batch event costs one set comparison.
+        self._harmless: set[str] = set()
+
+    def is_secret(self, key: object) -> bool:
+        return self._secret is not None and self._secret.search(str(key)) is not None
+
+    def metrics(self, value: Any) -> Any:
+        """A mapping of numbers, read-only; only keys never seen before are looked at."""
+        if type(value) is dict:
+            if not self._harmless.issuperset(value):
+                return self.container(value)
+            return FrozenDict(value)
+        return self.container(value)
+
+    def container(self, value: Any) -> Any:
+        """Any frozen value with its secrets hidden."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return FrozenDict({key: self._item(key, item) for key, item in value.items()})
+        if isinstance(value, tuple):
+            return tuple(self.container(item) for item in value)
+        return value
+
+    def text(self, value: str) -> str:
+        return _USERINFO.sub(HIDDEN + "@", value) if "://" in value else value
+
+    def _item(self, key: Any, item: Any) -> Any:
+        secret = self.is_secret(key)
+        if isinstance(item, float | int | None):
+            if not secret and isinstance(key, str) and len(self._harmless) < _KNOWN_KEYS:
+                self._harmless.add(key)
+            return item
+        return HIDDEN if secret else self.container(item)

@@ -1,0 +1,217 @@
+"""Start and end of the bus side: which loop it runs on, moving to another one, draining, and closing in time."""
+
+from __future__ import annotations
+
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from eventbus.completion import Completion
+from eventbus.errors import AlreadyStartedError
+from eventbus.loop import AsyncioHost, Host, OwnLoop, current_host
+from eventbus.marks import Flush
+from eventbus.pump import Pump
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from eventbus.bus import EventBus
+    from eventbus.delivery import Delivery
+    from eventbus.subscription import Queued
+
+__all__ = ["CloseReport", "Runner"]
+
+#: How long the end of a worker or of the loop's thread may take beyond the time for closing, in seconds.
+_MARGIN_S = 0.5
+
+
+class CloseReport(msgspec.Struct, frozen=True):
+    """What `close` could not deliver: `left` counts, for each subscriber by name, the events it dropped."""
+
+    ok: bool
+    left: Mapping[str, int]
+
+
+class Runner:
+    """One start of a bus: its loop, its pump, and how it ends."""
+
+    def __init__(self, bus: EventBus, *, explicit: bool) -> None:
+        self._bus = bus
+        self._log = bus._log
+        #: Asked for by `with bus:` or `async with bus:`, not started by a publish.
+        self.explicit = explicit
+        self.host: Host | None = None
+        self.pump: Pump | None = None
+        self.own: OwnLoop | None = None
+        self.closed = Completion()
+        self.report = CloseReport(True, {})
+        self._end_s = 0.0
+        self._patience_s: float | None = None
+        self._stop = Completion()
+        self._closing = False
+        self._all_ended: Completion | None = None
+
+    # ------------------------------------------------------------------------------------------------- starting
+
+    def start_own(self) -> None:
+        """Start a loop in a thread of the bus's own; returns at once, the loop takes over what is in the log."""
+        self.own = OwnLoop(self._main)
+
+    def start_here(self, host: Host) -> None:
+        """Run on the loop that runs here."""
+        self._begin(host, lingers=False)
+
+    async def _main(self, host: AsyncioHost) -> None:
+        self._begin(host, lingers=True)
+        waker = host.waker()
+        while not await self._stop.wait_in_task(waker, 3600.0):
+            pass
+
+    def _begin(self, host: Host, *, lingers: bool) -> None:
+        self.host = host
+        self.pump = pump = Pump(self._bus, host, lingers=lingers)
+        for subscriber in self._log.subscribers:
+            subscriber.cursor.ended = False
+            if subscriber not in self._log.newcomers:
+                self._log.newcomers.append(subscriber)
+        pump.start()
+
+    @property
+    def where(self) -> str:
+        return self.host.name if self.host is not None else "in a thread of its own"
+
+    def take_over(self) -> None:
+        """Make the automatic start an explicit one."""
+        if self.explicit:
+            raise AlreadyStartedError(self.where)
+        self.explicit = True
+
+    def is_loop_thread(self) -> bool:
+        return self.host is not None and self.host.ident == get_ident()
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    def request_close(self, timeout: float, patience_s: float | None = None) -> None:
+        """Begin to close; `closed` is set when it is done. Idempotent; a later, shorter time counts."""
+        end_s = perf_counter() + timeout
+        self._end_s = min(self._end_s, end_s) if self._closing else end_s
+        self._patience_s = patience_s
+        if self._closing:
+            return
+        self._closing = True
+        if self.own is not None:
+            self.own.ready.wait(_MARGIN_S)
+        if self.pump is not None:
+            self.pump.jobs.append(self._close)
+            self._log.rouse()
+
+    def wait_closed(self, timeout: float) -> CloseReport:
+        """Wait in a thread; when the loop is held by a handler, close without it."""
+        if not self.closed.wait(timeout + _MARGIN_S):
+            self._cut("closed")
+            self._finish()
+        if self.own is not None:
+            self.own.join(0.2)
+        return self.report
+
+    async def _close(self) -> None:
+        """On the loop: deliver what is pending, end every worker after its last event, and stop."""
+        flush = Flush(self._log)
+        self._log.mark(flush)
+        await self._wait_for(flush.completion)
+        self._log.flushed(flush)
+        self._bus._refuse_events()
+        self._log.catch_up()
+        for subscriber in self._log.subscribers:
+            subscriber.cursor.end()
+        await self._workers_ended()
+        self._cut("closed")
+        self._finish()
+
+    async def _wait_for(self, completion: Completion) -> None:
+        """Wait until it is complete, the time is over, or (at exit) nothing gets on any more."""
+        assert self.host is not None  # noqa: S101
+        waker = self.host.waker()
+        settled, since_s = self._settled(), perf_counter()
+        while not completion.is_set() and (left_s := self._end_s - perf_counter()) > 0:
+            await completion.wait_in_task(waker, min(left_s, 0.1))
+            if (now_settled := self._settled()) != settled:
+                settled, since_s = now_settled, perf_counter()
+            if self._patience_s is not None and perf_counter() - since_s > self._patience_s:
+                self._end_s = perf_counter()
+
+    async def _workers_ended(self) -> None:
+        self._all_ended = Completion()
+        self._look_ended()
+        await self._wait_for(self._all_ended)
+
+    def ended(self, subscriber: Queued) -> None:
+        """A worker has ended."""
+        if self._all_ended is not None:
+            self._look_ended()
+        elif self.pump is not None:
+            self.pump.deliveries.pop(subscriber, None)
+
+    def _look_ended(self) -> None:
+        if self._all_ended is not None and all(delivery.ended for delivery in self._deliveries()):
+            self._all_ended.set()
+
+    def lose_loop(self) -> None:
+        """The host ended its loop without closing the bus."""
+        if not self.closed.is_set():
+            self._bus._refuse_events()
+            self._cut("loop_closed")
+            self._finish()
+
+    def _deliveries(self) -> tuple[Delivery, ...]:
+        return tuple(self.pump.deliveries.values()) if self.pump is not None else ()
+
+    def _settled(self) -> int:
+        cursors = [subscriber.cursor for subscriber in self._log.subscribers]
+        return sum(c.delivered + c.failed + c.timed_out + c.dropped for c in cursors)
+
+    def _cut(self, reason: str) -> None:
+        """The time is over: count what is left, and give it up."""
+        left: dict[str, int] = {}
+        for delivery in self._deliveries():
+            if not delivery.ended:
+                if delivery.cursor.pending:
+                    left[delivery.name] = delivery.cursor.pending
+                delivery.cut(reason)
+        for subscriber in self._log.subscribers:
+            if subscriber.cursor.pending:
+                left[subscriber.name] = left.get(subscriber.name, 0) + subscriber.cursor.pending
+                subscriber.cursor.drop_all(reason)
+        self.report = CloseReport(not left, left)
+
+    def _finish(self) -> None:
+        if self.pump is not None:
+            self.pump.stop()
+            self.pump.deliveries.clear()
+        self._bus._runner_ended(self)
+        self._stop.set()
+        self.closed.set()
+
+    # --------------------------------------------------------------------------------------------------- moving
+
+    async def leave(self, timeout: float) -> None:
+        """Let the running deliveries end and stop, leaving the cursors to the next runner. Awaited on another loop."""
+        here = current_host()
+        if self.own is not None:
+            self.own.ready.wait(timeout)
+        flush = Flush(self._log)
+        self._log.mark(flush)
+        await flush.completion.wait_in_task(here.waker(), timeout)
+        self._log.flushed(flush)
+        until = perf_counter() + timeout
+        for delivery in self._deliveries():
+            delivery.stop()
+        while any(d.cursor.running is not None for d in self._deliveries()) and perf_counter() < until:
+            await here.sleep(0.002)
+        if self.pump is not None:
+            self.pump.stop()
+        self._stop.set()
+        while self.own is not None and not self.own.join(0.0) and perf_counter() < until:
+            await here.sleep(0.002)

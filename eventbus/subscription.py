@@ -1,0 +1,171 @@
+"""Subscriptions: what `subscribe` returns. Inline hooks run in `publish`; queued subscribers have a cursor in the log."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from eventbus.conditions import Conditions
+from eventbus.cursor import cursor_for
+from eventbus.stats import Counters
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from eventbus.bus import EventBus
+    from eventbus.events import Event
+    from eventbus.filters import Filter
+    from eventbus.log import Entry
+    from eventbus.options import Kind, Options
+    from eventbus.stats import SubscriberStats
+
+__all__ = ["InlineHook", "Queued", "Subscription"]
+
+
+class Subscription(ABC):
+    """One subscriber of a bus; as a context manager it closes at the end of the block."""
+
+    def __init__(self, bus: EventBus, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
+        self._bus = bus
+        self.fn = fn
+        #: Unique on its bus.
+        self.name = name
+        #: "inline", "async", "thread", "sink" or "stream".
+        self.kind = kind
+        self.filter = filter
+        self.options = options
+        self.conditions = Conditions.of(options)
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Hear nothing any more; a running delivery ends, what waits is dropped. From any thread, and again if you like."""
+        self._bus._close_subscription(self, "unsubscribed")
+
+    @property
+    @abstractmethod
+    def counters(self) -> Counters: ...
+
+    @property
+    def stats(self) -> SubscriberStats:
+        """The counts now, all that was published before included."""
+        self._bus._log.catch_up()
+        return self.read()
+
+    @abstractmethod
+    def read(self) -> SubscriberStats:
+        """The counts as they are."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} subscriber {self.name!r} of {', '.join(self.filter.names)}>"
+
+
+class InlineHook(Subscription):
+    """A ``def`` that runs on the publishing thread."""
+
+    def __init__(self, bus: EventBus, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
+        super().__init__(bus, fn, name, kind, filter, options)
+        self._counters = Counters()
+
+    @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    def read(self) -> SubscriberStats:
+        return self._counters.read()
+
+    def run(self, event: Event) -> Exception | None:
+        """Call the hook if the event is for it; an `Exception` is counted and returned, anything else goes through."""
+        counters = self._counters
+        try:
+            if self.conditions is not None and not self.conditions.admit(event):
+                return None
+        except Exception as error:  # noqa: BLE001  # isolation is the job
+            counters.matched += 1
+            counters.failed += 1
+            return error
+        if self.is_closed:
+            counters.matched += 1
+            counters.dropped += 1
+            counters.dropped_by["unsubscribed"] += 1
+            return None
+        started = perf_counter()
+        counters.matched += 1
+        counters.pending += 1
+        try:
+            self.fn(event)
+        except Exception as error:  # noqa: BLE001
+            counters.failed += 1
+            counters.pending -= 1
+            counters.took(perf_counter() - started)
+            return error
+        except BaseException:
+            counters.failed += 1
+            counters.pending -= 1
+            raise
+        counters.delivered += 1
+        counters.pending -= 1
+        counters.took(perf_counter() - started)
+        return None
+
+
+class Queued(Subscription):
+    """A subscriber on the bus side, with a cursor of its own."""
+
+    def __init__(self, bus: EventBus, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
+        super().__init__(bus, fn, name, kind, filter, options)
+        #: What the log feeds it; `filter` once the log has come to where that was changed.
+        self.heard = filter
+        self.cursor = cursor_for(options)
+        self.timeout_s = options.timeout_s(kind)
+        #: How many drops were announced.
+        self.drops_told = 0
+
+    @property
+    def counters(self) -> Counters:
+        return self.cursor
+
+    def read(self) -> SubscriberStats:
+        oldest = self.cursor.oldest()
+        return self.cursor.read(oldest.event.time if oldest is not None else None)
+
+    def feed(self, batch: Sequence[Entry], size: int) -> None:
+        """Take over the events it hears, in order; called by the log."""
+        conditions = self.conditions
+        if conditions is None:
+            if batch:
+                self.cursor.feed(batch, size)
+            return
+        chosen = [entry for entry in batch if entry.seq > self.cursor.seq and self._admits(conditions, entry)]
+        if chosen:
+            self.cursor.feed(chosen, sum(entry.size for entry in chosen))
+        if conditions.spent:
+            self._bus._spent(self)
+
+    def _admits(self, conditions: Conditions, entry: Entry) -> bool:
+        try:
+            return conditions.admit(entry.event)
+        except Exception as error:  # noqa: BLE001  # a foreign predicate
+            self.cursor.misjudge(entry)
+            self._bus._log.errors.append((self.name, error))
+            return False
+
+
+def describe_fn(fn: Callable[..., object]) -> str:
+    """The name people know a callable by."""
+    inner = fn
+    while hasattr(inner, "func") and not hasattr(inner, "__qualname__"):  # functools.partial
+        inner = inner.func
+    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    return name.replace("<locals>.", "")
