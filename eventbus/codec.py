@@ -8,7 +8,7 @@ the loss diverged), and a value without a JSON form becomes a marker instead of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from pathlib import PurePath
 from types import NoneType
@@ -25,7 +25,6 @@ __all__ = ["decode", "encode"]
 _Format: TypeAlias = Literal["json", "msgpack"]
 
 _to_json = msgspec.json.Encoder().encode
-_to_msgpack = msgspec.msgpack.Encoder().encode
 _astuple = msgspec.structs.astuple
 
 _UNTAGGED = frozenset((Event, UnknownEvent))  # the classes whose hook msgspec does not write
@@ -48,25 +47,36 @@ def encode(event: Event, format: _Format = "json") -> bytes:
             nulls = data.count(b"null")
             if not nulls or nulls == _astuple(event).count(None) or _is_plain(_astuple(event)):
                 return data
-    except Exception:  # whatever a value does, its event is written
+    except Exception:  # noqa: BLE001  # whatever a value does, its event is written
         pass
+    write: Callable[[Any], bytes] = _module(format).encode
+    try:
+        return _encode_carefully(event, write=write, binary=format == "msgpack")
+    except RecursionError:  # called on the last frames of the stack: what needs none is written
+        return write({"hook": event.hook, "seq": event.seq})
+
+
+def _module(format: str) -> Any:
     if format not in ("json", "msgpack"):
         raise ValueError(f"There is no format {format!r}. Use 'json' or 'msgpack'.")
-    return _encode_carefully(event, binary=format == "msgpack")
+    return getattr(msgspec, format)
 
 
-def _encode_carefully(event: Event, *, binary: bool) -> bytes:
-    write = _to_msgpack if binary else _to_json
+def _encode_carefully(event: Event, *, write: Callable[[Any], bytes], binary: bool) -> bytes:
     record = _tagged(event) if type(event) in _UNTAGGED else event
     try:
-        if _is_plain(record.values() if isinstance(record, dict) else _astuple(record)):
-            return write(record)
-    except Exception:
+        data = write(record)  # first: it ends where a container contains itself, and _is_plain would not
+        if isinstance(record, dict):
+            if binary or _is_plain(record.values()):  # as it was read: msgpack of others may have keys of any type
+                return data
+        elif _is_plain(_astuple(record)):
+            return data
+    except Exception:  # noqa: BLE001
         pass
-    try:
-        return write(to_plain(record, binary=binary))
-    except RecursionError:  # called on the last frames of the stack: what needs no frame is written
-        return write({"hook": type(event).hook, "seq": event.seq})
+    plain = to_plain(record, binary=binary)
+    if not isinstance(plain, dict):
+        raise RecursionError  # the one reason for which the event itself becomes a marker
+    return write(plain)
 
 
 def _is_plain(values: Iterable[Any]) -> bool:
@@ -94,12 +104,14 @@ def _is_plain(values: Iterable[Any]) -> bool:
 def _tagged(event: Event) -> dict[str, Any]:
     """Return the flat object of an event whose class has no tag; what a bus stamped since wins over `fields`."""
     fields = event.fields if isinstance(event, UnknownEvent) else {}
-    record = {"hook": event.hook, **fields}
-    record["hook"] = event.hook
-    for name, default in zip(_COMMON, Event.__struct_defaults__, strict=True):
-        value = getattr(event, name)
-        if value != default and record.get(name) != value:
-            record[name] = value
+    try:
+        record = {"hook": event.hook, **fields} | {"hook": event.hook}
+        for name, default in zip(_COMMON, Event.__struct_defaults__, strict=True):
+            value = getattr(event, name)
+            if value != default and record.get(name) != value:
+                record[name] = value
+    except Exception:  # noqa: BLE001  # foreign values, even here
+        return {"hook": event.hook, "fields": fields, **{name: getattr(event, name) for name in _COMMON}}
     return record
 
 
@@ -109,7 +121,7 @@ def decode(data: bytes, format: _Format = "json") -> Event:
     Fields that this version's class does not have are ignored. Anything else that does not fit raises `DecodeError`.
     An event with a marker where its class wants another type is an `UnknownEvent` too, so nothing of it is lost.
     """
-    protocol = msgspec.json if format == "json" else msgspec.msgpack
+    protocol = _module(format)
     try:
         hook = protocol.decode(data, type=_Tag).hook
         cls = EVENTS.get(hook)
@@ -125,13 +137,14 @@ class _Tag(msgspec.Struct):
 
 
 def _decode_known(data: bytes, cls: type[Event], protocol: Any) -> Event:
+    read: Callable[..., Event] = protocol.decode
     try:
         try:
-            return protocol.decode(data, type=cls, dec_hook=_from_plain)
+            return read(data, type=cls, dec_hook=_from_plain)
         except msgspec.ValidationError:
             if not _NUMBER_AS_TEXT.search(data):
                 raise
-            return protocol.decode(data, type=cls, strict=False, dec_hook=_from_plain)
+            return read(data, type=cls, strict=False, dec_hook=_from_plain)
     except (msgspec.ValidationError, NameError, TypeError) as error:  # the latter two: annotations nobody can resolve
         if MARKER.encode() in data:
             return _unknown(protocol.decode(data))

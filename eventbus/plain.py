@@ -58,7 +58,7 @@ class _Conversion:
                 if issubclass(kind, kinds):
                     return convert(self, value, place)
             return self._foreign(value, place)
-        except Exception:  # a foreign object may raise anything, and encoding never does
+        except Exception:  # noqa: BLE001  # a foreign object may raise anything, and encoding never does
             return _marker(value, place)
 
     def _same(self, value: Any, place: _Place) -> Any:
@@ -66,7 +66,7 @@ class _Conversion:
 
     def _integer(self, value: int, place: _Place) -> int | str:
         number = int.__int__(value)
-        if number.bit_length() <= 63:
+        if -(2**63) <= number < 2**64:
             return number
         digits = int.__str__(number)  # raises beyond the interpreter's limit of digits
         return digits if self._binary else number
@@ -148,7 +148,7 @@ class _Conversion:
         cls = type(value)
         if cls.__module__ in ("datetime", "decimal", "uuid"):
             return msgspec.to_builtins(value)
-        if cls.__module__ in ("torch", "numpy") and cls.__name__ in ("device", "dtype"):
+        if cls.__module__ == "torch" and cls.__name__ in ("device", "dtype"):
             return _text(str(value))
         if cls.__module__ == "argparse" and cls.__name__ == "Namespace":
             return self._namespace(value, place)
@@ -222,5 +222,5 @@ def _type_name(cls: type) -> str:
     try:
         parts = [_text(part) for part in (cls.__module__, cls.__qualname__) if part != "builtins"]
         return ".".join(parts)[:_MAX_NAME]
-    except Exception:  # a metaclass may answer with anything
+    except Exception:  # noqa: BLE001  # a metaclass may answer with anything
         return "object"
