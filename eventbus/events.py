@@ -62,8 +62,7 @@ _classes: dict[str, type[Event]] = {}
 EVENTS: Mapping[str, type[Event]] = MappingProxyType(_classes)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
-class _EventMeta(type(msgspec.Struct)):  # type: ignore[misc]  # msgspec gives its metaclass no public type
+class _EventMeta(msgspec.StructMeta):
     """Makes each subclass of `Event` frozen and keyword-only, names its hook and enters it in the table."""
 
     def __new__(
@@ -76,18 +75,17 @@ class _EventMeta(type(msgspec.Struct)):  # type: ignore[misc]  # msgspec gives i
         shed: bool | None = None,
         **config: Any,
     ) -> Any:
+        config |= {"frozen": True, "kw_only": True}
         if namespace.get("__qualname__") in ("Event", "UnknownEvent") and namespace["__module__"] == __name__:
-            return super().__new__(mcs, name, bases, namespace, frozen=True, kw_only=True, **config)
+            return super().__new__(mcs, name, bases, namespace, **config)
         hook = hook or namespace.pop("hook", None) or "on_" + _WORD_START.sub("_", name).lower()
         namespace["hook"] = hook
         if shed is not None:
             namespace["shed"] = shed
         elif "shed" not in namespace:
             namespace["shed"] = False
-        cls = super().__new__(
-            mcs, name, bases, namespace, frozen=True, kw_only=True, tag_field="hook", tag=hook, **config
-        )
-        _enter(cls, hook)
+        cls = super().__new__(mcs, name, bases, namespace, tag_field="hook", tag=hook, **config)
+        _enter(cls, hook)  # type: ignore[arg-type]  # a class made by this metaclass is an Event
         return cls
 
 
@@ -98,7 +96,8 @@ def _enter(cls: type[Event], hook: str) -> None:
     _classes[hook] = cls
 
 
-class Event(msgspec.Struct, metaclass=_EventMeta):
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
+class Event(msgspec.Struct, frozen=True, kw_only=True, metaclass=_EventMeta):
     """The base of every event: an immutable, keyword-only, typed record.
 
     A subclass gets the hook ``on_`` + its name in snake case (a run of capitals is one word) unless ``hook=`` is
@@ -244,7 +243,7 @@ class Log(Event, shed=True):
 
 
 class TrainEpochEnd(Event):
-    """The training part of an epoch is over, before validation. `metrics` are sample-weighted means (``train/loss``)."""
+    """The training part of an epoch is over, before validation. `metrics`: sample-weighted means (``train/loss``)."""
 
     epoch: int
     epochs: int | None = None

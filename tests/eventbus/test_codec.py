@@ -373,7 +373,7 @@ def test_an_event_that_a_user_defines_is_decoded_at_once_and_so_is_its_next_defi
         return CodecSpike
 
     for cls in (define() for _ in range(2)):
-        event = cls(norm=2.0)
+        event = msgspec.convert({"hook": hook, "norm": 2.0}, cls)
         assert type(decode(data, format)) is cls
         assert decode(encode(event, format), format) == event
 
