@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from operator import iadd
 from threading import Thread, get_ident, main_thread
-from time import perf_counter, sleep, time
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -19,14 +19,14 @@ from eventbus.events import Event, UnknownEvent
 from eventbus.failures import Failures
 from eventbus.identity import find_attempt, find_rank, find_run
 from eventbus.inline import run_hooks
-from eventbus.log import HANDOFF, Entry, Log, Raw
+from eventbus.log import HANDOFF, Entry, Log
 from eventbus.loop import current_host
 from eventbus.marks import Detach, Flush
 from eventbus.redaction import SECRET_KEYS, Redaction
 from eventbus.registry import Attachment, Registry, SubscriberInfo
 from eventbus.route import Route
 from eventbus.runner import CloseReport, Runner
-from eventbus.snapshot import Awaited, Snapshot
+from eventbus.snapshot import COPIES, EVENT, NOTE, Draft, Snapshot
 from eventbus.stats import SubscriberStats, table
 from eventbus.stream import Stream, Waiting
 from eventbus.subscription import Queued, Subscription
@@ -146,14 +146,14 @@ class EventBus:
                 self._publish_carefully(route, event)
                 return
             log = self._log
-            raw = [event, route.capture(event), time(), 0, ()]
-            log.buffer.extend(map(iadd, (raw,), log.numbers))  # `Log.append`, without the call
+            draft = route.draft(event)
+            log.buffer.extend(map(iadd, (draft,), log.numbers))  # `Log.append`, without the call
             if log.asleep:
                 log.rouse()
             elif len(log.buffer) > HANDOFF:
                 log.feed(most=64)  # the loop is held: keep the hand-off buffer bounded
             if route.hooks:
-                self._run_hooks(route, raw)
+                self._run_hooks(route, draft)
         except KeyboardInterrupt:
             self._interrupted += 1
             raise
@@ -166,26 +166,23 @@ class EventBus:
         if queued:
             self._ensure_started()
         refused = self._wait_for_room(route.blocking) if queued else ()
-        raw: Raw = [event, route.capture(event), time(), get_ident(), refused]
+        draft = route.draft(event)
+        draft[NOTE] = (get_ident(), refused)
         if queued:
-            self._log.append(raw)
+            self._log.append(draft)
             if self._log.asleep:
                 self._log.rouse()
             elif len(self._log) > HANDOFF:
                 self._log.feed(most=64)
         else:
-            raw += next(self._log.numbers)
+            draft += next(self._log.numbers)
         if route.hooks:
-            self._run_hooks(route, raw)
+            self._run_hooks(route, draft)
 
-    def _run_hooks(self, route: Route, raw: Raw) -> None:
-        event, captured, when, _, _, seq = raw
-        stamp = (seq, when, self._run, self._rank, self._attempt)
-        if type(captured) is Awaited:
-            stamped = route.snapshot.stamp_lazily(event, captured, *stamp)
-        else:
-            stamped = route.snapshot.stamp(event, captured, *stamp)
-        run_hooks(self, route.hooks, stamped)
+    def _run_hooks(self, route: Route, draft: Draft) -> None:
+        snapshot = route.snapshot
+        stamp = snapshot.stamp if draft[COPIES] is None else snapshot.stamp_lazily
+        run_hooks(self, route.hooks, stamp(draft, self._run, self._rank, self._attempt))
 
     def _find_route(self, event: Event) -> Route | None:
         """Work out where a class goes, and remember it until a registration changes."""
@@ -217,16 +214,15 @@ class EventBus:
             snapshot = self._snapshots[cls] = Snapshot(cls, self._redaction, self._slots)
         return snapshot
 
-    def _admit(self, raw: Raw) -> Entry:
+    def _admit(self, draft: Draft) -> Entry:
         """On the bus side: the entry that cursors hold, with the event as subscribers see it."""
-        event, captured, when, thread, refused_by, seq = raw
-        cls = event.__class__
+        cls = draft[EVENT].__class__
         snapshot = self._snapshots[cls]
-        if type(captured) is Awaited:
-            captured = snapshot.resolve(captured)
-        stamped = snapshot.stamp(event, captured, seq, when, self._run, self._rank, self._attempt)
-        kind = cls if cls is not UnknownEvent else event.hook
-        return Entry(stamped, seq, snapshot.size(stamped), cls.shed, kind, thread, refused_by)
+        event = snapshot.stamp(draft, self._run, self._rank, self._attempt)
+        entry = Entry(event, event.seq, snapshot.size(event), cls.shed, cls if cls is not UnknownEvent else event.hook)
+        if draft[NOTE] is not None:
+            entry.thread, entry.refused_by = draft[NOTE]
+        return entry
 
     def _wait_for_room(self, blocking: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
         """Wait for subscribers with ``overflow="block"``; returns those for which it was in vain."""

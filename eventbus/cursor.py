@@ -152,15 +152,21 @@ class Cursor(Counters):
 
     # Each of these settles the running event, unless somebody else (the clock, `close`) has settled it meanwhile.
 
-    def deliver(self, entry: Entry) -> bool:
+    def deliver(self, entry: Entry, seconds: float) -> bool:
+        """Settle it as delivered by a call that took so long."""
         if self.running is not entry:
             return False
         self.running = None
         self.delivered += 1
         self.pending -= 1
         self.bytes -= entry.size
+        self.calls += 1
+        self.total_s += seconds
+        if seconds > self.max_s:
+            self.max_s = seconds
         if self.on_settled is not None:
             self.on_settled(self)
+        self.recent.append(seconds)
         return True
 
     def fail(self, entry: Entry) -> bool:

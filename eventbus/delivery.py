@@ -199,8 +199,7 @@ class AsyncDelivery(Delivery):
                 return await self._mishap(entry, None, mine)
             self._again = None
             started, now = now, perf_counter()
-            cursor.took(now - started)
-            cursor.deliver(entry)
+            cursor.deliver(entry, now - started)
             if now > pause_at:
                 self.deadline_s = math.inf
                 await self.host.checkpoint()

@@ -19,7 +19,7 @@ import msgspec
 
 from eventbus.codec import encode
 from eventbus.events import Event, EventsDropped, SubscriberDisabled, SubscriberErrorEvent, UnknownEvent
-from eventbus.snapshot import Awaited
+from eventbus.snapshot import COPIES, SEQ, TIME, Draft, resolve_draft
 
 if TYPE_CHECKING:
     from eventbus.cursor import Cursor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eventbus.marks import Flush
     from eventbus.subscription import Queued
 
-__all__ = ["HANDOFF", "Entry", "Log", "Mark"]
+__all__ = ["HANDOFF", "Entry", "Log", "Mark", "hears_rank"]
 
 #: How many events the hand-off buffer takes before publishers help to empty it.
 HANDOFF = 20_000
@@ -59,9 +59,23 @@ class Entry(msgspec.Struct, gc=False):
         return self.encoded
 
 
-#: An appended event before it is an `Entry`: event, captured values, Unix time, thread, refusing cursors; its number
-#: comes last. For a mark the event is None and the mark itself stands in the place of the captured values.
-Raw = list[Any]
+class Stretch:
+    """Consecutive events on their way to the cursors, with what the filters of all of them ask first."""
+
+    __slots__ = ("entries", "kinds", "other_ranks", "size")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.kinds: set[Any] = set()
+        self.other_ranks = False
+        self.size = 0
+
+    def add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.kinds.add(entry.kind)
+        self.size += entry.size
+        if entry.event.rank:
+            self.other_ranks = True
 
 
 class Mark:
@@ -74,9 +88,9 @@ class Mark:
 class Log:
     """The hand-off buffer and the subscribers it feeds."""
 
-    def __init__(self, stamp: Callable[[Raw], Entry]) -> None:
-        self._stamp = stamp
-        self.buffer: deque[Raw] = deque()
+    def __init__(self, admit: Callable[[Draft], Entry]) -> None:
+        self._admit = admit
+        self.buffer: deque[Draft] = deque()
         #: One-element tuples of numbers; a new tuple costs nothing, since `zip` uses its last one again.
         self.numbers = zip(count(1))
         self._fed = 0
@@ -92,13 +106,13 @@ class Log:
         self.errors: deque[tuple[str, BaseException]] = deque()
         self.flushes: list[Flush] = []
 
-    def append(self, raw: Raw) -> None:
+    def append(self, draft: Draft) -> None:
         """Give the entry its number and append it, in one C call.
 
         Nothing can come between the two: the order of the buffer is the order of the numbers, with several threads
         publishing, and whatever signal or finaliser strikes.
         """
-        self.buffer.extend(map(iadd, (raw,), self.numbers))
+        self.buffer.extend(map(iadd, (draft,), self.numbers))
 
     def mark(self, mark: Mark) -> None:
         self.append([None, mark])
@@ -151,41 +165,31 @@ class Log:
                 break
         return moved > 0
 
-    def _feed_window(self, window: list[Raw]) -> int:
+    def _feed_window(self, window: list[Draft]) -> int:
         """Hand on a stretch of the buffer; returns how much of it, less while numbers are still on a GPU."""
-        entries: list[Entry] = []
+        stretch = Stretch()
         done = 0
-        for raw in window:
-            if raw[0] is None:
-                self._distribute(entries)
-                entries = []
-                raw[1].reached(raw[-1])
-            elif type(raw[1]) is Awaited and not _has_arrived(raw):
+        for draft in window:
+            if draft[0] is None:
+                self._distribute(stretch)
+                stretch = Stretch()
+                draft[1].reached(draft[-1])
+            elif draft[2] is not None and not _has_arrived(draft):
                 break
             else:
-                self._admit(raw, entries)
+                try:
+                    stretch.add(self._admit(draft))
+                except Exception as error:  # noqa: BLE001  # one odd event must not stop those behind it
+                    self.errors.append((draft[0].hook, error))
             done += 1
-        self._distribute(entries)
+        self._distribute(stretch)
         return done
 
-    def _admit(self, raw: Raw, entries: list[Entry]) -> None:
-        try:
-            entries.append(self._stamp(raw))
-        except Exception as error:  # an event that cannot be stamped must not stop those behind it
-            self.errors.append((raw[0].hook, error))
-
-    def _distribute(self, entries: list[Entry]) -> None:
-        if not entries:
-            return
-        kinds = {entry.kind for entry in entries}
-        only_rank_0 = all(entry.event.rank == 0 for entry in entries)
-        about_us = not kinds.isdisjoint(_ABOUT)
-        size = sum(entry.size for entry in entries)
-        for channel in self._channels:
-            batch = channel.pick(entries, kinds, only_rank_0=only_rank_0)
-            if batch:
-                batch_size = size if batch is entries else sum(entry.size for entry in batch)
-                channel.feed(batch, batch_size, about_us=about_us)
+    def _distribute(self, stretch: Stretch) -> None:
+        if stretch.entries:
+            about_us = not stretch.kinds.isdisjoint(_ABOUT)
+            for channel in self._channels:
+                channel.feed(stretch, about_us=about_us)
 
     def settled(self, cursor: Cursor) -> None:
         """Called by a cursor after an event was settled, while a flush goes on."""
@@ -230,15 +234,28 @@ class Channel:
         self._subscribers = subscribers
         self._heard: dict[Any, bool] = {}
 
-    def pick(self, entries: Sequence[Entry], kinds: set[Any], *, only_rank_0: bool) -> Sequence[Entry]:
-        heard = {kind for kind in kinds if self._hears(kind)}
+    def feed(self, stretch: Stretch, *, about_us: bool) -> None:
+        batch = self._pick(stretch)
+        if not batch:
+            return
+        size = stretch.size if batch is stretch.entries else sum(entry.size for entry in batch)
+        for subscriber in self._subscribers:
+            if about_us:
+                told = [e for e in batch if e.kind not in _ABOUT or e.event.subscriber != subscriber.name]  # type: ignore[attr-defined]
+                subscriber.feed(told, sum(entry.size for entry in told))
+            else:
+                subscriber.feed(batch, size)
+
+    def _pick(self, stretch: Stretch) -> Sequence[Entry]:
+        heard = {kind for kind in stretch.kinds if self._hears(kind)}
         if not heard:
             return ()
-        if len(heard) < len(kinds):
+        entries = stretch.entries
+        if len(heard) < len(stretch.kinds):
             entries = [entry for entry in entries if entry.kind in heard]
         if self._run is not None:
             entries = [entry for entry in entries if entry.event.run == self._run]
-        if not only_rank_0 or self._rank not in (None, "all", 0):
+        if stretch.other_ranks or self._rank not in (None, "all", 0):
             entries = [e for e in entries if hears_rank(self._rank, e.event.rank, e.event.hook)]
         return entries
 
@@ -250,14 +267,6 @@ class Channel:
             heard = self._filter.hears(UnknownEvent, kind) if unknown else self._filter.hears(kind, kind.hook)
             self._heard[kind] = heard
             return heard
-
-    def feed(self, batch: Sequence[Entry], size: int, *, about_us: bool) -> None:
-        for subscriber in self._subscribers:
-            if about_us:
-                told = [e for e in batch if e.kind not in _ABOUT or e.event.subscriber != subscriber.name]  # type: ignore[attr-defined]
-                subscriber.feed(told, sum(entry.size for entry in told))
-            else:
-                subscriber.feed(batch, size)
 
 
 def hears_rank(wanted: int | Literal["all"] | None, rank: int | None, hook: str) -> bool:
@@ -274,11 +283,14 @@ def _channels(subscribers: Iterable[Queued]) -> tuple[Channel, ...]:
     return tuple(Channel(*key, tuple(group)) for key, group in groups.items())
 
 
-def _has_arrived(raw: Raw) -> bool:
+def _has_arrived(draft: Draft) -> bool:
     """Whether the numbers of an event have left the GPU. One that hangs is not waited for any longer."""
-    copies = raw[1].copies
-    copies.lost = not copies.arrived() and time() - raw[2] > _DEVICE_WAIT_S
-    return copies.lost or copies.arrived()
+    copies = draft[COPIES]
+    copies.lost = not copies.arrived() and time() - draft[TIME] > _DEVICE_WAIT_S
+    if not (copies.lost or copies.arrived()):
+        return False
+    resolve_draft(draft)
+    return True
 
 
 def _nobody() -> None:

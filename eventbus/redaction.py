@@ -32,24 +32,16 @@ _KNOWN_KEYS = 10_000
 class Redaction:
     """The key patterns of one bus. Numbers stay visible (``num_tokens``): a secret is a text or a container."""
 
-    __slots__ = ("_harmless", "_secret")
+    __slots__ = ("harmless", "_secret")
 
     def __init__(self, patterns: Iterable[str]) -> None:
         joined = "|".join(patterns)
         self._secret = re.compile(joined, re.IGNORECASE) if joined else None
         #: Keys already looked at, so that a batch event costs one set comparison.
-        self._harmless: set[str] = set()
+        self.harmless: set[str] = set()
 
     def is_secret(self, key: object) -> bool:
         return self._secret is not None and self._secret.search(str(key)) is not None
-
-    def metrics(self, value: Any) -> Any:
-        """A mapping of numbers, read-only; only keys never seen before are looked at."""
-        if type(value) is dict:
-            if not self._harmless.issuperset(value):
-                return self.container(value)
-            return FrozenDict(value)
-        return self.container(value)
 
     def container(self, value: Any) -> Any:
         """Any frozen value with its secrets hidden."""
@@ -67,7 +59,7 @@ class Redaction:
     def _item(self, key: Any, item: Any) -> Any:
         secret = self.is_secret(key)
         if isinstance(item, float | int | None):
-            if not secret and isinstance(key, str) and len(self._harmless) < _KNOWN_KEYS:
-                self._harmless.add(key)
+            if not secret and isinstance(key, str) and len(self.harmless) < _KNOWN_KEYS:
+                self.harmless.add(key)
             return item
         return HIDDEN if secret else self.container(item)

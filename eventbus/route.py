@@ -20,7 +20,7 @@ __all__ = ["Route"]
 class Route:
     """The subscribers of one event class, and what `publish` must know about them."""
 
-    __slots__ = ("blocking", "capture", "careful", "hooks", "queued", "snapshot")
+    __slots__ = ("blocking", "careful", "draft", "hooks", "queued", "snapshot")
 
     def __init__(self, subscribers: Iterable[Subscription], snapshot: Snapshot, *, rank: int) -> None:
         hooks = [s for s in subscribers if isinstance(s, InlineHook)]
@@ -28,7 +28,7 @@ class Route:
         self.hooks = tuple(sorted(hooks, key=lambda hook: -hook.options.priority))
         self.queued = tuple(s for s in subscribers if isinstance(s, Queued))
         self.snapshot = snapshot
-        self.capture = snapshot.capture
+        self.draft = snapshot.draft
         self.blocking: tuple[Cursor, ...] = tuple(
             s.cursor for s in self.queued if s.options.overflow == "block"
         )

@@ -1,7 +1,7 @@
 """What a subscriber sees of an event: its state at publish, stamped with number, time, run and rank.
 
 `publish` must copy what the training loop is about to change, and nothing else: the numbers and texts of a frozen
-event cannot change. So each event class gets functions of its own, generated once per bus: *capture*, run by the
+event cannot change. So each event class gets functions of its own, generated once per bus: *draft*, run by the
 publisher, copies the containers; *stamp*, run on the bus side, builds the event that subscribers see. Generic code
 that looks at every field of every event costs three times as much as all the rest of `publish`.
 """
@@ -9,6 +9,7 @@ that looks at every field of every event costs three times as much as all the re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from time import time
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from msgspec.structs import replace
@@ -21,29 +22,31 @@ from eventbus.redaction import HIDDEN
 if TYPE_CHECKING:
     from eventbus.redaction import Redaction
 
-__all__ = ["Awaited", "Snapshot"]
+__all__ = ["COPIES", "EVENT", "NOTE", "SEQ", "TIME", "Draft", "Snapshot", "resolve_draft"]
 
 _COMMON = frozenset(Event.__struct_fields__)
 
 
-class Awaited(tuple[Any, ...]):
-    """Captured values of which some are still on their way from a GPU, in `copies`."""
+#: An event on its way through the log: the event as published, its Unix time, the copies of its numbers that are
+#: still on a GPU (or None), the publishing thread and the cursors that refuse it (or None), the captured values, and
+#: last its number. A list, because one C call can then number it and append it to the log.
+Draft = list[Any]
 
-    copies: Copies
+EVENT, TIME, COPIES, NOTE, CAPTURED, SEQ = 0, 1, 2, 3, 4, -1
 
 
 class Snapshot:
     """The functions of one event class.
 
-    - ``capture(event)``: the values that have to be copied now, as a tuple (an `Awaited` while some are on a GPU).
-    - ``stamp(event, captured, seq, time, run, rank, attempt)``: the event that subscribers see.
+    - ``draft(event)``: the event with what has to be copied now, for the log.
+    - ``stamp(draft, run, rank, attempt)``: the event that subscribers see.
     - ``size(event)``: about how many bytes a stamped event holds.
     """
 
-    __slots__ = ("_kept", "_plain", "_redaction", "_slots", "capture", "size", "stamp")
+    __slots__ = ("_kept", "_plain", "_redaction", "_slots", "draft", "size", "stamp")
 
-    capture: Callable[[Event], tuple[Any, ...]]
-    stamp: Callable[[Event, tuple[Any, ...], int, float, str, int, int], Event]
+    draft: Callable[[Event], Draft]
+    stamp: Callable[[Draft, str, int, int], Event]
     size: Callable[[Event], int]
 
     def __init__(self, cls: type[Event], redaction: Redaction, slots: Slots) -> None:
@@ -55,33 +58,27 @@ class Snapshot:
         self._plain = [name for name in own if hints[name] in _UNEXPECTED]
         self._kept = [name for name in own if hints[name] not in _UNEXPECTED]
         scope: dict[str, Any] = {
-            "FrozenDict": FrozenDict, "HIDDEN": HIDDEN, "PLAIN": PLAIN, "capture_slowly": self._capture_slowly,
-            "container": redaction.container, "metrics": redaction.metrics, "replace": replace, "tidy": self._tidy,
-            "weigh": weigh,
+            "FrozenDict": FrozenDict, "HIDDEN": HIDDEN, "PLAIN": PLAIN, "clean": redaction.container,
+            "draft_slowly": self._draft_slowly, "harmless": redaction.harmless, "replace": replace,
+            "tidy": self._tidy, "time": time, "weigh": weigh,
         }  # fmt: skip
-        source = _capture_source(self._kept) + self._stamp_source(hints) + self._size_source(hints)
+        source = _draft_source(self._kept) + self._stamp_source(hints) + self._size_source(hints)
         exec("\n".join(source), scope)  # noqa: S102  # made of field names only, which are identifiers
-        self.capture, self.stamp, self.size = scope["capture"], scope["stamp"], scope["size"]
+        self.draft, self.stamp, self.size = scope["draft"], scope["stamp"], scope["size"]
 
-    def stamp_lazily(self, event: Event, captured: Awaited, *stamp: Any) -> Event:
+    def stamp_lazily(self, draft: Draft, run: str, rank: int, attempt: int) -> Event:
         """The event for an inline hook while numbers are on a GPU: reading one waits for it, nothing else does."""
-        now = tuple(FrozenDict() if isinstance(value, dict) else resolve(value) for value in captured)
+        captured = draft[CAPTURED:SEQ]
+        now = [FrozenDict() if isinstance(value, dict) else resolve(value) for value in captured]
         lazy = {n: DeviceDict(v) for n, v in zip(self._kept, captured, strict=True) if isinstance(v, dict)}
-        return replace(self.stamp(event, now, *stamp), **lazy)
+        return replace(self.stamp([*draft[:CAPTURED], *now, draft[SEQ]], run, rank, attempt), **lazy)
 
-    def resolve(self, captured: Awaited) -> tuple[Any, ...]:
-        """The captured values with every device number read."""
-        return tuple(resolve(value) for value in captured)
-
-    def _capture_slowly(self, event: Event) -> tuple[Any, ...]:
+    def _draft_slowly(self, event: Event) -> Draft:
         copies = Copies(self._slots)
-        captured = tuple(freeze(getattr(event, name), copies) for name in self._kept)
-        if not copies:
-            return captured
-        copies.record()
-        awaited = Awaited(captured)
-        awaited.copies = copies
-        return awaited
+        captured = [freeze(getattr(event, name), copies) for name in self._kept]
+        if copies:
+            copies.record()
+        return [event, time(), copies if copies else None, None, *captured]
 
     def _tidy(self, event: Event) -> Event:
         """Make the plain fields plain where the publisher put something else, and hide credentials in their URLs."""
@@ -90,17 +87,18 @@ class Snapshot:
         return replace(event, **{name: self._redaction.container(resolve(value)) for name, value in frozen.items()})
 
     def _stamp_source(self, hints: dict[str, Any]) -> list[str]:
-        unexpected = " or ".join(f"({_UNEXPECTED[hints[name]].format(name)})" for name in self._plain)
-        fields = [f"{n}={_cleaner(hints[n])}(captured[{i}])" for i, n in enumerate(self._kept)]
+        unexpected = " or ".join(f"({_UNEXPECTED[hints[name]].format(f'event.{name}')})" for name in self._plain)
+        fields = [f"{name}={_cleaned(hints[name], f'draft[{CAPTURED + i}]')}" for i, name in enumerate(self._kept)]
         fields += [f"{n}=HIDDEN" for n in self._plain if hints[n] in (str, str | None) and self._redaction.is_secret(n)]
         return [
-            "def stamp(event, captured, seq, time, run, rank, attempt):",
-            *(f"    {name} = event.{name}" for name in self._plain),
+            "def stamp(draft, run, rank, attempt):",
+            "    event = draft[0]",
             f"    if {unexpected or False}:",
             "        event = tidy(event)",
             "    return replace(",
-            "        event, seq=seq, time=event.time or time, run=run if event.run is None else event.run,",
-            f"        rank=rank if event.rank is None else event.rank, attempt=event.attempt or attempt, {', '.join(fields)}",
+            "        event, seq=draft[-1], time=event.time or draft[1], run=run if event.run is None else event.run,",
+            "        rank=rank if event.rank is None else event.rank, attempt=event.attempt or attempt,",
+            f"        {', '.join(fields)}",
             "    )",
         ]
 
@@ -108,6 +106,12 @@ class Snapshot:
         texts = [f"len(event.{name} or '')" for name in self._plain if hints[name] in (str, str | None)]
         kept = [f"100 * len(event.{n})" if hints[n] in _NUMBERS else f"weigh(event.{n})" for n in self._kept]
         return ["def size(event):", f"    return {' + '.join(['400', *texts, *kept])}"]
+
+
+def resolve_draft(draft: Draft) -> None:
+    """Read the numbers that were on a GPU; called when they have arrived, or are given up."""
+    draft[CAPTURED:SEQ] = [resolve(value) for value in draft[CAPTURED:SEQ]]
+    draft[COPIES] = None
 
 
 #: For each annotation of a plain field, when its value is not what was annotated (or is a URL).
@@ -123,8 +127,11 @@ _METRICS = Mapping[str, float]
 _NUMBERS = (_METRICS, tuple[float, ...])
 
 
-def _cleaner(hint: Any) -> str:
-    return "metrics" if hint == _METRICS else "" if hint in (*_NUMBERS, float, float | None) else "container"
+def _cleaned(hint: Any, value: str) -> str:
+    """The expression for a captured value with its secrets hidden; metrics with known keys take the short way."""
+    if hint == _METRICS:
+        return f"FrozenDict({value}) if type({value}) is dict and harmless.issuperset({value}) else clean({value})"
+    return value if hint in (*_NUMBERS, float, float | None) else f"clean({value})"
 
 
 def _hints(cls: type[Event]) -> dict[str, Any]:
@@ -134,8 +141,8 @@ def _hints(cls: type[Event]) -> dict[str, Any]:
         return dict.fromkeys(cls.__struct_fields__, Any)
 
 
-def _capture_source(kept: list[str]) -> list[str]:
-    lines = ["def capture(event):"]
+def _draft_source(kept: list[str]) -> list[str]:
+    lines = ["def draft(event):"]
     for index, name in enumerate(kept):
         value = f"v{index}"
         lines += [
@@ -144,12 +151,12 @@ def _capture_source(kept: list[str]) -> list[str]:
             f"        {value} = {value}.copy()",
             f"        for x in {value}.values():",
             "            if type(x) is not float and type(x) not in PLAIN:",
-            "                return capture_slowly(event)",
+            "                return draft_slowly(event)",
             f"    elif type({value}) is tuple:",
             f"        for x in {value}:",
             "            if type(x) is not float and type(x) not in PLAIN:",
-            "                return capture_slowly(event)",
+            "                return draft_slowly(event)",
             f"    elif type({value}) not in PLAIN and type({value}) is not FrozenDict:",
-            "        return capture_slowly(event)",
+            "        return draft_slowly(event)",
         ]
-    return [*lines, f"    return ({''.join(f'v{index}, ' for index in range(len(kept)))})"]
+    return [*lines, f"    return [event, time(), None, None, {', '.join(f'v{index}' for index in range(len(kept)))}]"]

@@ -34,6 +34,7 @@ class Stream(Generic[E]):
         self._subscriber: Queued | None = None
         self._waker: Waker | None = None
         self._handed: Entry | None = None
+        self._handed_s = 0.0
 
     async def __aenter__(self) -> Stream[E]:
         self._waker = current_host().waker()
@@ -67,7 +68,7 @@ class Stream(Generic[E]):
         while True:
             entry = cursor.take()
             if entry is not None:
-                self._handed = entry
+                self._handed, self._handed_s = entry, perf_counter()
                 return entry.event  # type: ignore[return-value]  # the filter saw to it
             if cursor.ended or self._subscriber.is_closed:
                 raise StopAsyncIteration
@@ -78,7 +79,7 @@ class Stream(Generic[E]):
 
     def _settle(self) -> None:
         if self._handed is not None and self._subscriber is not None:
-            self._subscriber.cursor.deliver(self._handed)
+            self._subscriber.cursor.deliver(self._handed, perf_counter() - self._handed_s)
             self._handed = None
 
 
@@ -108,7 +109,7 @@ class Waiting(Awaitable[Any]):
                 if not cursor.queued() and not cursor.ended:
                     await waker.wait(None if self._timeout is None else left_s)
                 cursor.waiting = False
-            cursor.deliver(entry)
+            cursor.deliver(entry, 0.0)
             return entry.event
         finally:
             self._subscriber.close()

@@ -101,22 +101,21 @@ class ThreadDelivery(Delivery):
                     self.cursor.retried += 1
                     _pause(wakes, backoff_s(attempt))
                     continue
-                self._end(entry, error)
+                self._end(entry, error, perf_counter() - started)
                 return
             if self.generation == mine:
                 self.deadline_s = math.inf
-                self.cursor.took(perf_counter() - started)
-                self._end(entry, None)
+                self._end(entry, None, perf_counter() - started)
             return
 
-    def _end(self, entry: Entry, error: BaseException | None) -> None:
+    def _end(self, entry: Entry, error: BaseException | None, seconds: float) -> None:
         overdue, self.overdue = self.overdue, False
         if overdue:  # it ended while the clock made up its mind
             self._timed_out(entry)
         elif error is not None:
             self._failed(entry, error)
         else:
-            self.cursor.deliver(entry)
+            self.cursor.deliver(entry, seconds)
 
 
 def _pause(wakes: SimpleQueue[None], seconds: float) -> None:
