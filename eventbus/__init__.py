@@ -31,8 +31,8 @@ from eventbus.events import (
     ExportEnd,
     ExportStart,
     FitEpochEnd,
-    LRChange,
     Log,
+    LRChange,
     ModelSave,
     OptimizerStep,
     ParamsUpdate,
@@ -70,6 +70,7 @@ from eventbus.subscription import Subscription
 from eventbus.track import track
 
 __all__ = [
+    "EVENTS",
     "AfterBackward",
     "AlreadyStartedError",
     "Attachment",
@@ -82,7 +83,6 @@ __all__ = [
     "Control",
     "ControlApplied",
     "DecodeError",
-    "EVENTS",
     "Event",
     "EventBus",
     "EventBusError",

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from operator import iadd
 from threading import Thread, get_ident, main_thread
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
 from eventbus import exits, handling
 from eventbus.control import Control
-from eventbus.device import Slots
 from eventbus.errors import WouldBlockError
-from eventbus.events import Event, UnknownEvent
-from eventbus.failures import Failures
-from eventbus.identity import find_attempt, find_rank, find_run
-from eventbus.inline import run_hooks
-from eventbus.log import HANDOFF, Entry, Log
+from eventbus.events import Event
+from eventbus.filters import Filter
 from eventbus.loop import current_host
-from eventbus.marks import Detach, Flush
-from eventbus.redaction import SECRET_KEYS, Redaction
-from eventbus.registry import Attachment, Registry, SubscriberInfo
-from eventbus.route import Route
+from eventbus.marks import Flush
+from eventbus.options import Options
+from eventbus.publish import Publisher
+from eventbus.redaction import SECRET_KEYS
+from eventbus.registry import Attachment, SubscriberInfo
 from eventbus.runner import CloseReport, Runner
-from eventbus.snapshot import COPIES, EVENT, NOTE, Draft, Snapshot
+from eventbus.sink import Sink
 from eventbus.stats import SubscriberStats, table
 from eventbus.stream import Stream, Waiting
 from eventbus.subscription import Queued, Subscription
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Self
 
-    from typing_extensions import Self
-
-    from eventbus.cursor import Cursor
-    from eventbus.sink import Sink
 
 __all__ = ["EventBus"]
 
@@ -45,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 E = TypeVar("E", bound=Event)
 
 
-class EventBus:
+class EventBus(Publisher):
     """Fans typed events out to subscribers without holding up who publishes them.
 
     ``run`` and ``rank`` stamp the events that bring none. A bus that nobody started starts a loop in a thread of its
@@ -63,26 +56,12 @@ class EventBus:
         exit_timeout: float = 10.0,
         redact: Iterable[str] = SECRET_KEYS,
     ) -> None:
-        self._run = run if run is not None else find_run()
-        self._rank = rank if rank is not None else find_rank()
-        self._attempt = find_attempt()
+        super().__init__(run=run, rank=rank, redact=redact)
         self._autostart = autostart
         self._exit_timeout = exit_timeout
-        self._redact = tuple(redact)
-        self._redaction = Redaction(self._redact)
-        self._slots = Slots()
-        self._snapshots: dict[type[Event], Snapshot] = {}
-        self._log = Log(self._admit)
-        self._registry = Registry(self)
-        self._failures = Failures(self)
-        self._routes: dict[type[Event], Route | None] = {}
         self._runner: Runner | None = None
         self._starting = False
-        self._refuses = False
-        self._forks = exits.fork_count()
         self._abandoned: set[Thread] = set()
-        self._interrupted = 0
-        self._too_late = 0
         self._report = CloseReport(True, {})
         #: Ask the run to stop, pause, save or change a setting, from anywhere.
         self.control = Control(publish=self.publish)
@@ -109,8 +88,6 @@ class EventBus:
 
     def attach(self, target: Sink | object, **options: Any) -> Subscription | Attachment:
         """Subscribe a sink, or every method of an object that is named like a hook."""
-        from eventbus.sink import Sink
-
         if isinstance(target, Sink):
             return self._registry.add_sink(target, options)
         return self._registry.add_object(target, options)
@@ -131,120 +108,6 @@ class EventBus:
         """Who is subscribed, in the order of registration."""
         return self._registry.describe()
 
-    # --------------------------------------------------------------------------------------------------- publish
-
-    def publish(self, event: Event) -> None:
-        """Log the event and run its inline hooks; never waits for anybody else. The caller's object is not changed."""
-        try:
-            route = self._routes[event.__class__]
-        except KeyError:
-            route = self._find_route(event)
-        if route is None:
-            return
-        try:
-            if route.careful or exits._forks != self._forks:
-                self._publish_carefully(route, event)
-                return
-            log = self._log
-            draft = route.draft(event)
-            log.buffer.extend(map(iadd, (draft,), log.numbers))  # `Log.append`, without the call
-            if log.asleep:
-                log.rouse()
-            elif len(log.buffer) > HANDOFF:
-                log.feed(most=64)  # the loop is held: keep the hand-off buffer bounded
-            if route.hooks:
-                self._run_hooks(route, draft)
-        except KeyboardInterrupt:
-            self._interrupted += 1
-            raise
-
-    def _publish_carefully(self, route: Route, event: Event) -> None:
-        """The longer way: other ranks, subscribers that block or raise, events that only inline hooks hear."""
-        if exits.fork_count() != self._forks:
-            return
-        queued = route.is_queued_for(event, self._rank)
-        if queued:
-            self._ensure_started()
-        refused = self._wait_for_room(route.blocking) if queued else ()
-        draft = route.draft(event)
-        draft[NOTE] = (get_ident(), refused)
-        if queued:
-            self._log.append(draft)
-            if self._log.asleep:
-                self._log.rouse()
-            elif len(self._log) > HANDOFF:
-                self._log.feed(most=64)
-        else:
-            draft += next(self._log.numbers)
-        if route.hooks:
-            self._run_hooks(route, draft)
-
-    def _run_hooks(self, route: Route, draft: Draft) -> None:
-        snapshot = route.snapshot
-        stamp = snapshot.stamp if draft[COPIES] is None else snapshot.stamp_lazily
-        run_hooks(self, route.hooks, stamp(draft, self._run, self._rank, self._attempt))
-
-    def _find_route(self, event: Event) -> Route | None:
-        """Work out where a class goes, and remember it until a registration changes."""
-        if not isinstance(event, Event):
-            raise TypeError(f"publish takes an eventbus.Event, not {type(event).__qualname__}. Subclass eventbus.Event.")
-        if exits.fork_count() != self._forks:
-            return None
-        if self._failures.due:
-            self._failures.raise_due(event)
-        if self._refuses:
-            self._count_too_late(event)
-            return None
-        routes, cls = self._routes, event.__class__  # fetched before the table is read: a change replaces them
-        heard = [s for s in self._registry.all() if s.filter.hears(cls, event.hook)]
-        route = Route(heard, self._snapshot(cls), rank=self._rank) if heard else None
-        if route is not None and route.is_queued_for(event, self._rank):
-            self._ensure_started()
-        if cls is not UnknownEvent and not self._failures.due:
-            routes[cls] = route
-        return route
-
-    def _reroute(self) -> None:
-        """Forget where events go: a registration or the state of the bus has changed."""
-        self._routes = {}
-
-    def _snapshot(self, cls: type[Event]) -> Snapshot:
-        snapshot = self._snapshots.get(cls)
-        if snapshot is None:
-            snapshot = self._snapshots[cls] = Snapshot(cls, self._redaction, self._slots)
-        return snapshot
-
-    def _admit(self, draft: Draft) -> Entry:
-        """On the bus side: the entry that cursors hold, with the event as subscribers see it."""
-        cls = draft[EVENT].__class__
-        snapshot = self._snapshots[cls]
-        event = snapshot.stamp(draft, self._run, self._rank, self._attempt)
-        entry = Entry(event, event.seq, snapshot.size(event), cls.shed, cls if cls is not UnknownEvent else event.hook)
-        if draft[NOTE] is not None:
-            entry.thread, entry.refused_by = draft[NOTE]
-        return entry
-
-    def _wait_for_room(self, blocking: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
-        """Wait for subscribers with ``overflow="block"``; returns those for which it was in vain."""
-        refused = []
-        on_loop = self._runner is not None and self._runner.is_loop_thread()
-        for cursor in blocking:
-            until = perf_counter() + (0.0 if on_loop else cursor.options.block_timeout)
-            while cursor.queued() + len(self._log) >= cursor.maxsize:
-                if perf_counter() >= until:
-                    if cursor.queued() >= cursor.maxsize:
-                        refused.append(cursor)
-                    break
-                self._log.rouse()
-                sleep(0.0005)
-        return tuple(refused)
-
-    def _count_too_late(self, event: Event) -> None:
-        self._too_late += 1
-        self._failures.notices.say(
-            logging.WARNING, "closed", "%s was published after the bus was closed, and is dropped.", event.hook, once=True
-        )  # fmt: skip
-
     # -------------------------------------------------------------------------------------------------- pulling
 
     def stream(
@@ -262,9 +125,6 @@ class EventBus:
         return Waiting(self._pull("wait_for", (hook,), run=run, when=when, once=True), timeout)
 
     def _pull(self, label: str, hooks: tuple[str | type[Event], ...], **given: Any) -> Queued:
-        from eventbus.filters import Filter
-        from eventbus.options import Options
-
         subscriber = self._registry.enter(
             None, f"{label} {' '.join(h if isinstance(h, str) else h.hook for h in hooks)}", "stream", Filter(*hooks),
             Options.of(label, given),
@@ -314,8 +174,7 @@ class EventBus:
         flush = Flush(self._log)
         self._log.mark(flush)
         if self._runner is None:
-            self._log.catch_up()
-            timeout = 0.0
+            timeout = 0.0  # what waits now waits for a start
         done = flush.completion.wait(timeout)
         self._log.flushed(flush)
         return done
@@ -326,8 +185,7 @@ class EventBus:
         flush = Flush(self._log)
         self._log.mark(flush)
         if self._runner is None:
-            self._log.catch_up()
-            timeout = 0.0
+            timeout = 0.0  # what waits now waits for a start
         done = await flush.completion.wait_in_task(current_host().waker(), timeout)
         self._log.flushed(flush)
         return done
@@ -388,6 +246,9 @@ class EventBus:
             raise due
         in_flight.add_note(f"a subscriber failed meanwhile: {type(due).__name__}: {due}")
 
+    def _is_loop_thread(self) -> bool:
+        return self._runner is not None and self._runner.is_loop_thread()
+
     def _ensure_started(self) -> None:
         """Start a loop of our own, unless there is one. Claiming the start is one step, so two publishers start one."""
         if self._runner is not None or not self._autostart or self._starting:
@@ -434,8 +295,10 @@ class EventBus:
             logging.getLogger("eventbus").warning("At exit these events were not delivered: %s", dict(report.left))
 
     def _check_may_wait(self, call: str, instead: str) -> None:
-        if self._runner is not None and self._runner.is_loop_thread():
-            raise WouldBlockError(f"bus.{call}()", "this is the thread of the loop that must serve it", f"Use {instead}.")
+        if self._is_loop_thread():
+            raise WouldBlockError(
+                f"bus.{call}()", "this is the thread of the loop that must serve it", f"Use {instead}."
+            )
         self._check_not_handling(call)
 
     def _check_not_handling(self, call: str) -> None:
@@ -447,26 +310,6 @@ class EventBus:
             )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------- for the bus side
-
-    def _close_subscription(self, subscription: Subscription, reason: str) -> None:
-        if subscription.is_closed:
-            return
-        subscription.is_closed = True
-        if exits.fork_count() != self._forks:
-            return
-        self._registry.remove(subscription)
-        self._reroute()
-        if isinstance(subscription, Queued):
-            self._log.mark(Detach(self._log, subscription, reason))
-            if self._runner is None:
-                self._log.feed()
-
-    def _spent(self, subscriber: Queued) -> None:
-        """A subscriber with ``once=True`` has got its event; called by the feeder."""
-        self._registry.remove(subscriber)
-        self._reroute()
-        self._log.detach(subscriber)
-        subscriber.cursor.end()
 
     def _ended(self, subscriber: Queued) -> None:
         runner = self._runner
@@ -486,27 +329,6 @@ class EventBus:
     def _is_hosted_in_main(self) -> bool:
         runner = self._runner
         return runner is not None and runner.own is None and get_ident() == main_thread().ident
-
-    # ------------------------------------------------------------------------------------------------ identity
-
-    @property
-    def run(self) -> str:
-        """The run id for events that bring none."""
-        return self._run
-
-    @run.setter
-    def run(self, run: str) -> None:
-        self._run = run
-
-    @property
-    def rank(self) -> int:
-        """The rank for events that bring none; queued subscribers hear rank 0 unless they ask for more."""
-        return self._rank
-
-    @rank.setter
-    def rank(self, rank: int) -> None:
-        self._rank = rank
-        self._reroute()
 
     # ------------------------------------------------------------------------------------------------ observation
 
@@ -530,5 +352,3 @@ class EventBus:
     def __repr__(self) -> str:
         where = self._runner.where if self._runner is not None else "closed" if self._refuses else "not started"
         return f"<EventBus run={self._run!r} rank={self._rank} {where}, {len(self._registry.all())} subscribers>"
-
-

@@ -44,9 +44,14 @@ class Conditions:
         if options.every_s is not None and not self._is_due(event, options.every_s):
             return False
         if options.once:
-            if self.spent:
-                return False
-            self.spent = True
+            return self._claim()
+        return True
+
+    def _claim(self) -> bool:
+        """Whether this thread is the one that gets the event of `once`; a test and a store without a call between."""
+        if self.spent:
+            return False
+        self.spent = True
         return True
 
     def _is_due(self, event: Event, every_s: float) -> bool:

@@ -212,7 +212,9 @@ class AsyncDelivery(Delivery):
         cursor = self.cursor
         self.deadline_s = math.inf
         cursor.waiting = True
-        if not cursor.queued() and not cursor.ended and not self.stopping:  # looked again, now that a feeder would wake us
+        if (
+            not cursor.queued() and not cursor.ended and not self.stopping
+        ):  # looked again, now that a feeder would wake us
             await self._waker.wait()
         cursor.waiting = False
         return bool(cursor.queued()) or not (cursor.ended or self.stopping)

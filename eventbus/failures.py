@@ -23,8 +23,8 @@ from eventbus.notices import Notices
 if TYPE_CHECKING:
     from types import FrameType
 
-    from eventbus.bus import EventBus
     from eventbus.log import Entry
+    from eventbus.publish import Publisher
     from eventbus.subscription import InlineHook, Queued, Subscription
 
 __all__ = ["Failures"]
@@ -37,7 +37,7 @@ _LONGEST_REASON = 200
 class Failures:
     """The failures of one bus's subscribers."""
 
-    def __init__(self, bus: EventBus) -> None:
+    def __init__(self, bus: Publisher) -> None:
         self._bus = bus
         self.notices = Notices()
         #: Errors of queued subscribers with ``on_error="raise"``, by the thread that published the event.

@@ -8,7 +8,8 @@ import enum
 import pathlib
 import sys
 import uuid
-from collections.abc import ItemsView, Mapping, Sequence, Set, ValuesView
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -25,14 +26,14 @@ _DEEPEST = 16
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dict that cannot be changed; it pickles, encodes and compares as a dict. ``dict(frozen)`` is a copy to change."""
+    """A dict that cannot be changed; it pickles, encodes and compares as a dict. Change a copy: ``dict(frozen)``."""
 
     __slots__ = ()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("An event is read-only, since every subscriber shares it; change a copy: dict(event.metrics).")
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
     def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[Any, Any]]]:
         return FrozenDict, (dict(self),)
@@ -53,12 +54,12 @@ class DeviceDict(FrozenDict):
         return resolve(super().__getitem__(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return resolve(super().get(key, default))
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self) -> Any:
         return _all(self).items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         return _all(self).values()
 
     def __eq__(self, other: object) -> bool:
@@ -102,14 +103,14 @@ def freeze(value: Any, copies: Copies, depth: int = 0) -> Any:
         return number
     try:
         return _container(value, copies, depth + 1)
-    except Exception as error:  # iterating a foreign object failed: it is told as what it is
+    except Exception as error:  # noqa: BLE001  # iterating a foreign object failed: it is told as what it is
         return f"<{_type_name(value)}: {type(error).__name__}>"
 
 
 def _container(value: Any, copies: Copies, depth: int) -> Any:
     if isinstance(value, Mapping):
         return FrozenDict({_key(key): freeze(item, copies, depth) for key, item in value.items()})
-    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | memoryview | range):
+    if isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes | memoryview | range):
         if isinstance(value, bytearray):
             return bytes(value)
         return tuple(freeze(item, copies, depth) for item in value)
@@ -177,5 +178,3 @@ def weigh(value: Any) -> int:
     if isinstance(value, tuple):
         return 60 + sum(8 + weigh(item) for item in value)
     return 32
-
-

@@ -10,8 +10,8 @@ from eventbus.errors import PublishRecursionError
 from eventbus.handling import inline
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
     from eventbus.events import Event
+    from eventbus.publish import Publisher
     from eventbus.subscription import InlineHook
 
 __all__ = ["run_hooks"]
@@ -20,7 +20,7 @@ _DEEPEST = 40
 _SLOW_S = 0.05
 
 
-def run_hooks(bus: EventBus, hooks: tuple[InlineHook, ...], event: Event) -> None:
+def run_hooks(bus: Publisher, hooks: tuple[InlineHook, ...], event: Event) -> None:
     """Run each hook; the first error of one with ``on_error="raise"`` is raised after the last hook has run."""
     if len(inline.stack) >= _DEEPEST:
         raise PublishRecursionError([name for _, name in inline.stack])
@@ -38,7 +38,7 @@ def run_hooks(bus: EventBus, hooks: tuple[InlineHook, ...], event: Event) -> Non
         raise to_raise
 
 
-def _run_one(bus: EventBus, hook: InlineHook, event: Event) -> Exception | None:
+def _run_one(bus: Publisher, hook: InlineHook, event: Event) -> Exception | None:
     started = perf_counter()
     depth = len(inline.stack)
     try:

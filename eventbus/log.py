@@ -19,7 +19,7 @@ import msgspec
 
 from eventbus.codec import encode
 from eventbus.events import Event, EventsDropped, SubscriberDisabled, SubscriberErrorEvent, UnknownEvent
-from eventbus.snapshot import COPIES, SEQ, TIME, Draft, resolve_draft
+from eventbus.snapshot import COPIES, TIME, Draft, resolve_draft
 
 if TYPE_CHECKING:
     from eventbus.cursor import Cursor
@@ -116,7 +116,15 @@ class Log:
 
     def mark(self, mark: Mark) -> None:
         self.append([None, mark])
-        self.rouse()
+        if self.wake is _nobody:
+            self.feed()
+        else:
+            self.rouse()
+
+    def unserve(self) -> None:
+        """No pump runs any more."""
+        self.asleep = False
+        self.wake = _nobody
 
     def rouse(self) -> None:
         """Have the pump look now."""
@@ -277,9 +285,10 @@ def hears_rank(wanted: int | Literal["all"] | None, rank: int | None, hook: str)
 
 
 def _channels(subscribers: Iterable[Queued]) -> tuple[Channel, ...]:
-    groups: dict[Any, list[Queued]] = {}
+    groups: dict[tuple[Filter, str | None, int | Literal["all"] | None], list[Queued]] = {}
     for subscriber in subscribers:
-        groups.setdefault((subscriber.heard, subscriber.options.run, subscriber.options.rank), []).append(subscriber)
+        key = (subscriber.heard, subscriber.options.run, subscriber.options.rank)
+        groups.setdefault(key, []).append(subscriber)
     return tuple(Channel(*key, tuple(group)) for key, group in groups.items())
 
 
@@ -295,5 +304,3 @@ def _has_arrived(draft: Draft) -> bool:
 
 def _nobody() -> None:
     """Wakes nobody: no pump runs."""
-
-

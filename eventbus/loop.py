@@ -21,8 +21,9 @@ from eventbus.errors import EventBusError
 from eventbus.executor import DaemonExecutor
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import trio
-    from typing_extensions import Self
 
 __all__ = ["AsyncioHost", "Host", "OwnLoop", "Scope", "TrioHost", "Waker", "current_host"]
 
@@ -55,7 +56,9 @@ class Host(Protocol):
     ident: int
     name: str
 
-    def spawn(self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]) -> None: ...
+    def spawn(
+        self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]
+    ) -> None: ...
     def scope(self) -> AbstractContextManager[Any]: ...
     def waker(self) -> Waker: ...
     async def sleep(self, seconds: float) -> None: ...
@@ -73,7 +76,9 @@ class AsyncioHost:
         self.name = name
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def spawn(self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]) -> None:
+    def spawn(
+        self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]
+    ) -> None:
         async def stepped() -> None:
             await _measured(run(), on_hold)
 
@@ -122,7 +127,7 @@ class _AsyncioScope:
             self.cancel_called = True
             self._task.cancel()
 
-    def __enter__(self) -> _AsyncioScope:
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # workers are tasks
         self._task = task
@@ -187,7 +192,9 @@ class TrioHost:
         self.ident = threading.get_ident()
         self.name = name
 
-    def spawn(self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]) -> None:
+    def spawn(
+        self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]
+    ) -> None:
         async def stepped() -> None:
             await _measured(run(), on_hold)
 

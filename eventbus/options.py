@@ -18,7 +18,13 @@ Kind = Literal["inline", "async", "thread", "sink", "stream"]
 Overflow = Literal["drop_oldest", "drop_newest", "latest", "block"]
 
 _MIB = 1024 * 1024
-_TIMEOUT_S: Mapping[Kind, float] = {"async": 10.0, "thread": 300.0, "sink": 60.0, "stream": math.inf, "inline": math.inf}
+_TIMEOUT_S: Mapping[Kind, float] = {
+    "async": 10.0,
+    "thread": 300.0,
+    "sink": 60.0,
+    "stream": math.inf,
+    "inline": math.inf,
+}
 _QUEUE_OPTIONS = ("timeout", "maxsize", "max_bytes", "overflow", "block_timeout", "retries", "rank")
 
 
@@ -65,7 +71,7 @@ class Options:
             ("once", isinstance(self.once, bool), "True or False"),
             ("run", self.run is None or isinstance(self.run, str), "a run id"),
             ("rank", self.rank in (None, "all") or _is_int(self.rank, 0), '"all" or a rank from 0'),
-            ("name", self.name is None or (isinstance(self.name, str) and self.name != ""), "a text"),
+            ("name", self.name != "", "a text"),
             ("priority", isinstance(self.priority, int), "a whole number (higher runs first)"),
             ("run_in", self.run_in in (None, "thread"), '"thread"'),
             ("timeout", self.timeout is None or _is_seconds(self.timeout), "a finite number of seconds above 0"),
@@ -111,7 +117,7 @@ class Options:
 
 
 def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:
-    """How a callable is served, decided once: `def` inline, `async def` on the bus loop, run_in="thread" in a thread."""
+    """How a callable is served, decided once: inline, on the bus loop, or in a thread."""
     _check_signature(fn, subscriber)
     if _is_async(fn):
         if options.run_in is not None:

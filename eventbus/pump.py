@@ -60,7 +60,7 @@ class Pump:
 
     def stop(self) -> None:
         self.stopped = True
-        self._log.asleep = False
+        self._log.unserve()
         self._waker.wake()
         self._clock.wake()
 

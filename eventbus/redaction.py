@@ -32,7 +32,7 @@ _KNOWN_KEYS = 10_000
 class Redaction:
     """The key patterns of one bus. Numbers stay visible (``num_tokens``): a secret is a text or a container."""
 
-    __slots__ = ("harmless", "_secret")
+    __slots__ = ("_secret", "harmless")
 
     def __init__(self, patterns: Iterable[str]) -> None:
         joined = "|".join(patterns)

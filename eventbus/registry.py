@@ -20,11 +20,10 @@ from eventbus.subscription import InlineHook, Queued, Subscription, describe_fn
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Self
 
-    from typing_extensions import Self
-
-    from eventbus.bus import EventBus
     from eventbus.events import Event
+    from eventbus.publish import Publisher
     from eventbus.stats import SubscriberStats
 
 __all__ = ["Attachment", "Registry", "SubscriberInfo"]
@@ -71,7 +70,7 @@ class Registry:
     The lock only keeps two registrations apart; `publish` and closing never take it.
     """
 
-    def __init__(self, bus: EventBus) -> None:
+    def __init__(self, bus: Publisher) -> None:
         self._bus = bus
         self._lock = threading.RLock()
         self._table: dict[str, Subscription] = {}
@@ -79,7 +78,9 @@ class Registry:
     def all(self) -> list[Subscription]:
         return list(self._table.values())
 
-    def add(self, fn: Callable[..., Any], hooks: tuple[str | type[Event], ...], given: Mapping[str, Any]) -> Subscription:
+    def add(
+        self, fn: Callable[..., Any], hooks: tuple[str | type[Event], ...], given: Mapping[str, Any]
+    ) -> Subscription:
         """Register a callable; again with equal options, its hooks are united."""
         if not callable(fn):
             raise SubscriptionError(repr(fn), "cannot be called", "Give a function of one event.")
@@ -104,7 +105,9 @@ class Registry:
     def add_object(self, target: object, given: Mapping[str, Any]) -> Attachment:
         """Register every method whose name is a hook; refuse a public ``on_…`` method that is none."""
         label = type(target).__name__
-        methods = {name: getattr(target, name) for name in dir(type(target)) if name in EVENTS or name.startswith("on_")}
+        methods = {
+            name: getattr(target, name) for name in dir(type(target)) if name in EVENTS or name.startswith("on_")
+        }
         for name in methods:
             if name not in EVENTS:
                 raise unknown(name)
@@ -140,7 +143,9 @@ class Registry:
         if isinstance(fn_or_name, str):
             found = [s for s in self.all() if s.name == fn_or_name]
         else:
-            found = [s for s in self.all() if _is_same(s.fn, fn_or_name) or getattr(s.fn, "__self__", None) is fn_or_name]
+            found = [
+                s for s in self.all() if _is_same(s.fn, fn_or_name) or getattr(s.fn, "__self__", None) is fn_or_name
+            ]
         if not found:
             label = fn_or_name if isinstance(fn_or_name, str) else describe_fn(fn_or_name)  # type: ignore[arg-type]
             near = nearest(label, self._table)

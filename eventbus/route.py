@@ -29,12 +29,13 @@ class Route:
         self.queued = tuple(s for s in subscribers if isinstance(s, Queued))
         self.snapshot = snapshot
         self.draft = snapshot.draft
-        self.blocking: tuple[Cursor, ...] = tuple(
-            s.cursor for s in self.queued if s.options.overflow == "block"
-        )
+        self.blocking: tuple[Cursor, ...] = tuple(s.cursor for s in self.queued if s.options.overflow == "block")
         #: Something rare: `publish` takes its longer way.
         self.careful = (
-            not self.queued or rank != 0 or bool(self.blocking) or any(s.options.on_error == "raise" for s in self.queued)
+            not self.queued
+            or rank != 0
+            or bool(self.blocking)
+            or any(s.options.on_error == "raise" for s in self.queued)
         )
 
     def is_queued_for(self, event: Event, bus_rank: int) -> bool:

@@ -228,4 +228,3 @@ class _Call:
             self.ok = True
         self.done = True
         self._done()
-

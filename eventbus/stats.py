@@ -71,9 +71,10 @@ class Counters:
 
     def read(self, oldest: float | None = None) -> SubscriberStats:
         """The counts now; `oldest` is the Unix time of the oldest pending event."""
-        matched, delivered, failed, timed_out, dropped, pending, by = (
-            self.matched, self.delivered, self.failed, self.timed_out, self.dropped, self.pending, self.dropped_by.copy(),
+        matched, delivered, failed, timed_out, dropped, pending = (
+            self.matched, self.delivered, self.failed, self.timed_out, self.dropped, self.pending,
         )  # fmt: skip
+        by = self.dropped_by.copy()
         recent = sorted(self.recent.copy())
         return SubscriberStats(
             matched=matched, delivered=delivered, failed=failed, timed_out=timed_out, dropped=dropped, pending=pending,
@@ -96,7 +97,9 @@ def table(rows: Iterable[tuple[str, str, SubscriberStats]]) -> str:
     ]  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )
 

@@ -1,4 +1,4 @@
-"""Subscriptions: what `subscribe` returns. Inline hooks run in `publish`; queued subscribers have a cursor in the log."""
+"""Subscriptions: inline hooks, which run in `publish`, and queued subscribers, which have a cursor in the log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from eventbus.stats import Counters
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Self
 
-    from typing_extensions import Self
-
-    from eventbus.bus import EventBus
     from eventbus.events import Event
     from eventbus.filters import Filter
     from eventbus.log import Entry
     from eventbus.options import Kind, Options
+    from eventbus.publish import Publisher
     from eventbus.stats import SubscriberStats
 
 __all__ = ["InlineHook", "Queued", "Subscription"]
@@ -29,7 +28,7 @@ __all__ = ["InlineHook", "Queued", "Subscription"]
 class Subscription(ABC):
     """One subscriber of a bus; as a context manager it closes at the end of the block."""
 
-    def __init__(self, bus: EventBus, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
+    def __init__(self, bus: Publisher, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
         self._bus = bus
         self.fn = fn
         #: Unique on its bus.
@@ -42,7 +41,7 @@ class Subscription(ABC):
         self.is_closed = False
 
     def close(self) -> None:
-        """Hear nothing any more; a running delivery ends, what waits is dropped. From any thread, and again if you like."""
+        """Hear nothing any more; a running delivery ends, what waits is dropped. Idempotent, from any thread."""
         self._bus._close_subscription(self, "unsubscribed")
 
     @property
@@ -74,7 +73,7 @@ class Subscription(ABC):
 class InlineHook(Subscription):
     """A ``def`` that runs on the publishing thread."""
 
-    def __init__(self, bus: EventBus, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
+    def __init__(self, bus: Publisher, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
         super().__init__(bus, fn, name, kind, filter, options)
         self._counters = Counters()
 
@@ -123,7 +122,7 @@ class InlineHook(Subscription):
 class Queued(Subscription):
     """A subscriber on the bus side, with a cursor of its own."""
 
-    def __init__(self, bus: EventBus, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
+    def __init__(self, bus: Publisher, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
         super().__init__(bus, fn, name, kind, filter, options)
         #: What the log feeds it; `filter` once the log has come to where that was changed.
         self.heard = filter

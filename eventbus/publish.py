@@ -1,0 +1,212 @@
+"""Publishing: the hot path, from an event to the log and the inline hooks."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from operator import iadd
+from threading import get_ident
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING
+
+from eventbus import exits
+from eventbus.device import Slots
+from eventbus.events import Event, UnknownEvent
+from eventbus.failures import Failures
+from eventbus.identity import find_attempt, find_rank, find_run
+from eventbus.inline import run_hooks
+from eventbus.log import HANDOFF, Entry, Log
+from eventbus.marks import Detach
+from eventbus.redaction import Redaction
+from eventbus.registry import Registry
+from eventbus.route import Route
+from eventbus.snapshot import COPIES, EVENT, NOTE, Draft, Snapshot
+from eventbus.subscription import Queued, Subscription
+
+if TYPE_CHECKING:
+    from eventbus.cursor import Cursor
+
+__all__ = ["Publisher"]
+
+
+class Publisher(ABC):
+    """The half of the bus that runs on the publishing threads."""
+
+    def __init__(self, *, run: str | None, rank: int | None, redact: Iterable[str]) -> None:
+        self._run = run if run is not None else find_run()
+        self._rank = rank if rank is not None else find_rank()
+        self._attempt = find_attempt()
+        self._redact = tuple(redact)
+        self._redaction = Redaction(self._redact)
+        self._slots = Slots()
+        self._snapshots: dict[type[Event], Snapshot] = {}
+        self._log = Log(self._admit)
+        self._registry = Registry(self)
+        self._failures = Failures(self)
+        self._routes: dict[type[Event], Route | None] = {}
+        #: The bus is closed.
+        self._refuses = False
+        self._forks = exits.fork_count()
+        self._interrupted = 0
+        self._too_late = 0
+
+    @property
+    def run(self) -> str:
+        """The run id for events that bring none."""
+        return self._run
+
+    @run.setter
+    def run(self, run: str) -> None:
+        self._run = run
+
+    @property
+    def rank(self) -> int:
+        """The rank for events that bring none; queued subscribers hear rank 0 unless they ask for more."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
+        self._reroute()
+
+    def publish(self, event: Event) -> None:
+        """Log the event and run its inline hooks; never waits for anybody else. The caller's object is not changed."""
+        try:
+            route = self._routes[event.__class__]
+        except KeyError:
+            route = self._find_route(event)
+        if route is None:
+            return
+        try:
+            if route.careful or exits._forks != self._forks:
+                self._publish_carefully(route, event)
+                return
+            log = self._log
+            draft = route.draft(event)
+            log.buffer.extend(map(iadd, (draft,), log.numbers))  # `Log.append`, without the call
+            if log.asleep:
+                log.rouse()
+            elif len(log.buffer) > HANDOFF:
+                log.feed(most=64)  # the loop is held: keep the hand-off buffer bounded
+            if route.hooks:
+                self._run_hooks(route, draft)
+        except KeyboardInterrupt:
+            self._interrupted += 1
+            raise
+
+    def _publish_carefully(self, route: Route, event: Event) -> None:
+        """The longer way: other ranks, subscribers that block or raise, events that only inline hooks hear."""
+        if exits.fork_count() != self._forks:
+            return
+        queued = route.is_queued_for(event, self._rank)
+        if queued:
+            self._ensure_started()
+        refused = self._wait_for_room(route.blocking) if queued else ()
+        draft = route.draft(event)
+        draft[NOTE] = (get_ident(), refused)
+        if queued:
+            self._log.append(draft)
+            if self._log.asleep:
+                self._log.rouse()
+            elif len(self._log) > HANDOFF:
+                self._log.feed(most=64)
+        else:
+            draft += next(self._log.numbers)
+        if route.hooks:
+            self._run_hooks(route, draft)
+
+    def _run_hooks(self, route: Route, draft: Draft) -> None:
+        snapshot = route.snapshot
+        stamp = snapshot.stamp if draft[COPIES] is None else snapshot.stamp_lazily
+        run_hooks(self, route.hooks, stamp(draft, self._run, self._rank, self._attempt))
+
+    def _find_route(self, event: Event) -> Route | None:
+        """Work out where a class goes, and remember it until a registration changes."""
+        if not isinstance(event, Event):
+            raise TypeError(
+                f"publish takes an eventbus.Event, not {type(event).__qualname__}. Subclass eventbus.Event."
+            )
+        if exits.fork_count() != self._forks:
+            return None
+        if self._failures.due:
+            self._failures.raise_due(event)
+        if self._refuses:
+            self._count_too_late(event)
+            return None
+        routes, cls = self._routes, event.__class__  # fetched before the table is read: a change replaces them
+        heard = [s for s in self._registry.all() if s.filter.hears(cls, event.hook)]
+        route = Route(heard, self._snapshot(cls), rank=self._rank) if heard else None
+        if route is not None and route.is_queued_for(event, self._rank):
+            self._ensure_started()
+        if cls is not UnknownEvent and not self._failures.due:
+            routes[cls] = route
+        return route
+
+    def _reroute(self) -> None:
+        """Forget where events go: a registration or the state of the bus has changed."""
+        self._routes = {}
+
+    def _snapshot(self, cls: type[Event]) -> Snapshot:
+        snapshot = self._snapshots.get(cls)
+        if snapshot is None:
+            snapshot = self._snapshots[cls] = Snapshot(cls, self._redaction, self._slots)
+        return snapshot
+
+    def _admit(self, draft: Draft) -> Entry:
+        """On the bus side: the entry that cursors hold, with the event as subscribers see it."""
+        cls = draft[EVENT].__class__
+        snapshot = self._snapshots[cls]
+        event = snapshot.stamp(draft, self._run, self._rank, self._attempt)
+        entry = Entry(event, event.seq, snapshot.size(event), cls.shed, cls if cls is not UnknownEvent else event.hook)
+        if draft[NOTE] is not None:
+            entry.thread, entry.refused_by = draft[NOTE]
+        return entry
+
+    def _wait_for_room(self, blocking: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
+        """Wait for subscribers with ``overflow="block"``; returns those for which it was in vain."""
+        refused = []
+        on_loop = self._is_loop_thread()
+        for cursor in blocking:
+            until = perf_counter() + (0.0 if on_loop else cursor.options.block_timeout)
+            while cursor.queued() + len(self._log) >= cursor.maxsize:
+                if perf_counter() >= until:
+                    if cursor.queued() >= cursor.maxsize:
+                        refused.append(cursor)
+                    break
+                self._log.rouse()
+                sleep(0.0005)
+        return tuple(refused)
+
+    def _count_too_late(self, event: Event) -> None:
+        self._too_late += 1
+        self._failures.notices.say(
+            logging.WARNING, "closed", "%s was published after the bus was closed, and is dropped.", event.hook,
+            once=True,
+        )  # fmt: skip
+
+    def _close_subscription(self, subscription: Subscription, reason: str) -> None:
+        if subscription.is_closed:
+            return
+        subscription.is_closed = True
+        if exits.fork_count() != self._forks:
+            return
+        self._registry.remove(subscription)
+        self._reroute()
+        if isinstance(subscription, Queued):
+            self._log.mark(Detach(self._log, subscription, reason))
+
+    def _spent(self, subscriber: Queued) -> None:
+        """A subscriber with ``once=True`` has got its event; called by the feeder."""
+        self._registry.remove(subscriber)
+        self._reroute()
+        self._log.detach(subscriber)
+        subscriber.cursor.end()
+
+    @abstractmethod
+    def _ensure_started(self) -> None:
+        """Start a loop of our own, unless there is one or it is not wanted."""
+
+    @abstractmethod
+    def _is_loop_thread(self) -> bool:
+        """Whether the bus side runs in this thread."""
