@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all there is to know. Each sets up what it needs, once, in $(VENV).
+#   PYTHON=python3.12 VENV=.venv.312 make test    another interpreter, beside the first
+#   make demo ARGS=--help                         arguments for what is started
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+bin := $(VENV)/bin
+install := $(bin)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+
+.PHONY: demo test bench clean
+
+demo: $(VENV)/.demo
+	@$(bin)/python -m trainer demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.dev
+	@$(bin)/python -m benchmarks $(ARGS)
+
+# The stamps: written after a complete set-up, older than what they depend on after a change.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(bin)/python
+	@echo "Installing what the demo needs into $(VENV) (once; a few minutes on a slow line) …"
+	@$(install) '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
+	@echo "Installing what the tests need into $(VENV) (once; a few minutes on a slow line) …"
+	@$(install) '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainbus needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV)
