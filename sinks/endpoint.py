@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
-import anyio.to_thread
 
 from sinks.retry import Retry, retry_after_s
+from sinks.threads import finish, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -27,6 +27,7 @@ _TIMEOUTS_S = (5.0, 10.0, 10.0, 5.0)  # connect, read, write, pool
 _BODY_LIMIT_BYTES = 2048
 _BODY_LIMIT_S = 2.0
 _CLOSE_LIMIT_S = 2.0
+_PHRASES = {status.value: status.phrase for status in http.HTTPStatus}
 _RETRYABLE = frozenset((408, 425, 429))
 
 
@@ -64,8 +65,9 @@ class Outcome:
     @classmethod
     def of_status(cls, status: int, headers: Mapping[str, str]) -> Outcome:
         """Judge an answer: 2xx is success, 3xx is not followed, 4xx is final but for those that ask to come again."""
-        phrase = http.HTTPStatus(status).phrase if status in set(http.HTTPStatus) else ""
-        reason = f"it answered {status} {phrase}".rstrip() + (" (not followed)" if 300 <= status < 400 else "")
+        reason = f"it answered {status} {_PHRASES.get(status, '')}".rstrip()
+        if 300 <= status < 400:
+            reason += " (redirects are not followed)"
         retryable = status in _RETRYABLE or status >= 500
         return cls(
             status=status,
@@ -86,7 +88,6 @@ class Endpoint:
         self._client = client
         self._is_suspect = False
         self._closing = anyio.Event()
-        redactor.install()
 
     async def prepare(self) -> HTTPClient:
         """Return the client; one of ours is made when there is none or the last attempt was cut off.
@@ -99,7 +100,7 @@ class Endpoint:
             await self._close_client()
         if self._client is None:
             # Importing httpx and reading the certificates takes up to 0.2 s, which the loop must not stand still for.
-            self._client = await anyio.to_thread.run_sync(_make_client)
+            self._client = await in_thread(_make_client)
             self._is_suspect = False
         return self._client
 
@@ -126,10 +127,7 @@ class Endpoint:
     async def aclose(self) -> None:
         """Close the client, if it is ours."""
         self._closing.set()
-        try:
-            await self._close_client()
-        finally:
-            self._redactor.remove()
+        await self._close_client()
 
     async def _post(self, client: HTTPClient, message: Message) -> Outcome:
         headers = {"user-agent": "trainbus", **message.headers(self._key, int(time.time()))}
@@ -150,8 +148,11 @@ class Endpoint:
     async def _close_client(self) -> None:
         client, self._client = self._client, self._given
         if client is not None and client is not self._given:
-            with self._redactor.watching(), anyio.move_on_after(_CLOSE_LIMIT_S), suppress(Exception):
-                await client.aclose()
+            await finish(self._close(client))
+
+    async def _close(self, client: HTTPClient) -> None:
+        with self._redactor.watching(), anyio.move_on_after(_CLOSE_LIMIT_S), suppress(Exception):
+            await client.aclose()
 
 
 async def _read_little(response: Any) -> None:
@@ -184,7 +185,7 @@ class Delivery:
             pause_s = retry.pause_s(delay_s, self.outcome.retry_after_s)
             if anyio.current_time() - started_s + pause_s > retry.total_s:
                 break
-            if pause_s > 0 and await endpoint.is_closing_within(pause_s):
+            if (self.attempts or pause_s) and await endpoint.is_closing_within(pause_s):
                 break
             self.outcome = await endpoint.attempt(self.message)
             self.attempts += 1

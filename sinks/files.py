@@ -7,23 +7,21 @@ the write itself, and a forked child has nothing left to flush.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import aiofiles
 import anyio
-import anyio.to_thread
+
+from sinks.threads import in_thread, on_asyncio
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-__all__ = ["AppendFile", "finish", "in_thread", "set_aside"]
-
-T = TypeVar("T")
+__all__ = ["AppendFile", "set_aside"]
 
 
 class _RawFile(Protocol):
@@ -32,42 +30,6 @@ class _RawFile(Protocol):
     async def write(self, data: bytes, /) -> int: ...
     async def tell(self) -> int: ...
     async def truncate(self, size: int | None = None, /) -> int: ...
-
-
-def _on_asyncio() -> bool:
-    try:
-        return asyncio.current_task() is not None
-    except RuntimeError:
-        return False
-
-
-async def in_thread(function: Callable[..., T], *args: object) -> T:
-    """Run blocking `function` off the loop."""
-    if _on_asyncio():
-        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
-    return await anyio.to_thread.run_sync(function, *args)
-
-
-async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end even when cancelled, and only then be cancelled.
-
-    What a thread has begun cannot be taken back: cancelled in the middle, a write would still happen after the
-    caller was told that it did not, and an open would leave its file behind.
-    """
-    with anyio.CancelScope(shield=True):
-        if not _on_asyncio():
-            return await work
-        task = asyncio.ensure_future(work)
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError as error:  # `wait` leaves the task alone
-                cancelled = error
-    if cancelled is not None:
-        task.cancelled() or task.exception()  # the cancellation wins; a failure counts as seen
-        raise cancelled
-    return task.result()
 
 
 class AppendFile:
@@ -83,7 +45,7 @@ class AppendFile:
     async def open(cls, path: Path) -> AppendFile:
         """Open `path`, made together with its parents where it is missing; raises OSError."""
         await in_thread(_make_parents, path)
-        if _on_asyncio():
+        if on_asyncio():
             file = await aiofiles.open(path, "ab", buffering=0)
             return cls(cast("_RawFile", file), file.close, file.fileno(), os.fstat(file.fileno()).st_size)
         other = await anyio.open_file(path, "ab", buffering=0)

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from eventbus.errors import SinkUnavailable
-from sinks.files import finish
 from sinks.paths import PathTemplate
+from sinks.threads import finish
 
 if TYPE_CHECKING:
     import os

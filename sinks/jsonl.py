@@ -18,9 +18,10 @@ from eventbus.codec import decode
 from eventbus.errors import DecodeError
 from eventbus.events import Event
 from eventbus.sink import encoded
-from sinks.files import AppendFile, in_thread, set_aside
+from sinks.files import AppendFile, set_aside
 from sinks.filesink import FileSink
 from sinks.segments import compress, rotate, segments
+from sinks.threads import in_thread
 
 __all__ = ["JSONLEvents", "JSONLSink", "read_jsonl"]
 

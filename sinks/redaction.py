@@ -66,11 +66,10 @@ def _is_host(host: str) -> bool:
         return False
 
 
-class Redactor(logging.Filter):
+class Redactor:
     """Hides everything of `url` but its scheme, host and port, and `secret`, in texts and in log records."""
 
     def __init__(self, url: str, secret: str | None = None) -> None:
-        super().__init__()
         parts = parse_url(url)
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
         #: What may be shown of the URL.
@@ -84,31 +83,31 @@ class Redactor(logging.Filter):
             text = text.replace(part, _HIDDEN)
         return text
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Rewrite the record if it comes from inside `watching`."""
-        if _current.get() is self:
-            record.msg = self.text(record.getMessage())
-            record.args = None
-        return True
-
-    def install(self) -> None:
-        """Watch the loggers of the HTTP client."""
-        for name in _LOGGERS:
-            logging.getLogger(name).addFilter(self)
-
-    def remove(self) -> None:
-        """Leave the loggers as they were."""
-        for name in _LOGGERS:
-            logging.getLogger(name).removeFilter(self)
-
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Redact what is logged inside."""
+        """Redact what the HTTP client logs inside, in this task."""
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_filter)  # once: a filter that is there is not added again
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
+
+
+class _Filter(logging.Filter):
+    """Rewrites a record that comes from inside `Redactor.watching`. It is never removed: another thread may be
+    walking the logger's filters, and would miss the next one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        redactor = _current.get()
+        if redactor is not None:
+            record.msg = redactor.text(record.getMessage())
+            record.args = None
+        return True
+
+
+_filter = _Filter()
 
 
 def _secret_parts(url: str, parts: SplitResult, secret: str | None) -> set[str]:

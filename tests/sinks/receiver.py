@@ -47,6 +47,7 @@ def reset(receiver: Receiver, connection: socket.socket) -> None:
     """Break the connection off."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+    raise ConnectionResetError  # ends the reading too, which holds the socket open
 
 
 def hang(receiver: Receiver, connection: socket.socket) -> None:
@@ -99,6 +100,7 @@ class Receiver:
     requests: list[Request] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
     connections: int = 0
+    serving: int = 0
     bytes_sent: int = 0
     port: int = 0
 
@@ -144,6 +146,13 @@ class Receiver:
             thread.start()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
+        self.serving += 1
+        try:
+            self._answer(connection, number)
+        finally:
+            self.serving -= 1
+
+    def _answer(self, connection: socket.socket, number: int) -> None:
         with suppress(OSError, ValueError), connection.makefile("rb") as stream:
             while line := stream.readline().decode("latin-1").strip():
                 headers = {}
