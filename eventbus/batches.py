@@ -12,7 +12,6 @@ from eventbus.rates import rates_of
 
 if TYPE_CHECKING:
     from eventbus.bus import EventBus
-
     from eventbus.rates import Optimizer
 
 __all__ = ["Batches", "length_of", "positive", "size_of"]

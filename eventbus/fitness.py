@@ -119,7 +119,7 @@ class Fitness:
             self.best = current
 
     def _source(self, metrics: Mapping[str, float], *, validated: bool) -> str | None:
-        names = self._names()
+        names = self.names
         source = next((name for name in names if name in metrics), None)
         if source is None:
             if self.source is None and self.monitor is not None and validated:
@@ -151,10 +151,12 @@ class Fitness:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the best of an earlier attempt, unless it is of a metric that is no longer monitored."""
-        if state["source"] in self._names():
+        if state["source"] in self.names:
             self.source, self.best = state["source"], state["best"]
 
-    def _names(self) -> tuple[str, ...]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics it is taken from, the first that there is."""
         return names_for(self.monitor) if self.monitor is not None else _BY_DEFAULT
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from eventbus.bus import EventBus
-
     from eventbus.control import Inbox
 
 __all__ = ["Lifecycle", "Plan"]
@@ -137,6 +136,11 @@ class Lifecycle:
         return ()
 
     @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return monotonic() - self._began
+
+    @property
     def is_done(self) -> bool:
         """Whether the run did what was planned; a run without a plan has."""
         if self.epochs is None and self.max_steps is None:
@@ -193,7 +197,7 @@ class Lifecycle:
             metrics=self.metrics,
             best_fitness=self.best_fitness,
             reason=self.reason,
-            seconds=monotonic() - self._began,
+            seconds=self.seconds,
         )
 
     def _last_epoch(self) -> int | None:
@@ -203,7 +207,7 @@ class Lifecycle:
 def _caught(step: Callable[[], None]) -> BaseException | None:
     try:
         step()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # told by whoever called, after the run has ended
         return error
     return None
 
@@ -211,7 +215,7 @@ def _caught(step: Callable[[], None]) -> BaseException | None:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a broken __str__ must not hide the failure itself
+    except Exception:  # noqa: BLE001  # a broken __str__ must not hide the failure itself
         return "<no message>"
 
 

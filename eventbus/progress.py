@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from eventbus.bus import EventBus
-
     from eventbus.control import Request
     from eventbus.lifecycle import Plan
     from eventbus.rates import Optimizer
@@ -103,7 +102,8 @@ class Progress(Batches):
 
     def safe_point(self) -> None:
         """Apply what was asked of the run since the last one."""
-        safe_point(self)
+        if self.inbox is not None:
+            safe_point(self, self.inbox)
 
     # ---------------------------------------------------------------------------------------------------- epochs
 
@@ -210,5 +210,3 @@ class Progress(Batches):
 
     def _setter(self, name: str) -> Callable[[Any], None]:
         return lambda value: setattr(self, name, positive(name, value))
-
-

@@ -114,5 +114,5 @@ class Request:
 
 
 def _given(outcome: Outcome) -> ControlApplied:
-    assert outcome.answer is not None  # waiters are only woken by an answer
+    assert outcome.answer is not None  # noqa: S101  # waiters are only woken by an answer
     return outcome.answer

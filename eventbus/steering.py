@@ -9,7 +9,7 @@ from eventbus.rates import Refused, rates_of, set_rates, wanted_rates
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from eventbus.control import Request
+    from eventbus.control import Inbox, Request
     from eventbus.progress import Progress
 
 __all__ = ["safe_point"]
@@ -18,32 +18,32 @@ __all__ = ["safe_point"]
 _POLL_S = 0.2
 
 
-def safe_point(run: Progress) -> None:
+def safe_point(run: Progress, inbox: Inbox) -> None:
     """Apply and answer what was asked since the last one; while paused, wait here for "resume" or "stop"."""
-    _apply(run, run.share(run.inbox.take()))
+    _apply(run, inbox, run.share(inbox.take()))
     while run.is_paused and not run.is_stopped:
-        run.inbox.wait(_POLL_S)
-        _apply(run, run.share(run.inbox.take()))
+        inbox.wait(_POLL_S)
+        _apply(run, inbox, run.share(inbox.take()))
 
 
-def _apply(run: Progress, requests: Sequence[Request]) -> None:
+def _apply(run: Progress, inbox: Inbox, requests: Sequence[Request]) -> None:
     try:
         for request in requests:
-            _answer(run, request)
+            _answer(run, inbox, request)
     except BaseException:
         for request in requests:
             if not request.done:
-                run.inbox.answer(request, accepted=False, step=run.step, detail="the run failed meanwhile")
+                inbox.answer(request, accepted=False, step=run.step, detail="the run failed meanwhile")
         raise
 
 
-def _answer(run: Progress, request: Request) -> None:
+def _answer(run: Progress, inbox: Inbox, request: Request) -> None:
     try:
         detail = _ACTIONS[request.action](run, request)
     except Refused as why:
-        run.inbox.answer(request, accepted=False, step=run.step, detail=str(why))
+        inbox.answer(request, accepted=False, step=run.step, detail=str(why))
     else:
-        run.inbox.answer(request, step=run.step, detail=detail)
+        inbox.answer(request, step=run.step, detail=detail)
 
 
 def _stop(run: Progress, request: Request) -> str:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from eventbus.bus import EventBus
-
     from eventbus.rates import Optimizer
 
 __all__ = ["Track", "track"]

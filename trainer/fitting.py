@@ -1,0 +1,122 @@
+"""A run of the trainer: the progress that `eventbus` keeps, and what only the trainer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from eventbus.batches import positive
+from eventbus.progress import Progress
+from eventbus.request import Request
+
+if TYPE_CHECKING:
+    from eventbus.fitness import Sums
+    from trainer.ranks import Ranks
+
+__all__ = ["Fitting", "owed", "positive_number", "setting"]
+
+
+class Fitting(Progress):
+    """The progress of a trainer, agreed on by all processes of the run."""
+
+    ranks: Ranks
+    #: Writes a checkpoint and returns its path; raises `Refused`.
+    saver: Callable[[], str]
+    #: Told the old and the new learning rates after a request.
+    on_rates_set: Callable[[tuple[float, ...], tuple[float, ...]], None]
+    #: Backward passes since the gradients were last zeroed.
+    pending = 0
+    #: Whether this batch led to an update.
+    has_updated = False
+    #: Whether there is a validation to wait for before an epoch is complete.
+    has_validation = False
+    #: Whether every batch of the epoch was trained on, so that a resumed run takes the next epoch.
+    is_trained = False
+
+    @property
+    def counts_in_steps(self) -> bool:
+        """Whether `validate_every` and `save_every` count steps: when the run is as long as `max_steps` says."""
+        return self.epochs is None
+
+    @property
+    def is_last_epoch(self) -> bool:
+        """Whether nothing is planned after this epoch."""
+        return self.reached_max_steps or (self.epochs is not None and self.epoch + 1 >= self.epochs)
+
+    @property
+    def resume_epoch(self) -> int:
+        """Where a run goes on from here: an epoch that was cut short is trained again from its start."""
+        if not self.begun_epochs:
+            return self.start_epoch
+        return self.epoch + 1 if self.is_trained else self.epoch
+
+    def begin_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.is_trained = False
+        super().begin_epoch()
+        self.is_validated = not self.has_validation
+
+    def start_batch(self, batch: Any) -> None:
+        """Begin a batch that was read from the loader."""
+        self.has_updated = False
+        super().start_batch(batch)
+
+    def share(self, requests: list[Request]) -> list[Request]:
+        """The requests made in any process, in one order for all of them."""
+        if self.ranks.is_alone or not self.ranks.any(bool(requests)):
+            return requests
+        shared: list[Request] = []
+        for rank, theirs in enumerate(self.ranks.gather([_as_told(request) for request in requests])):
+            shared += requests if rank == self.ranks.rank else [Request(**request) for request in theirs]
+        return shared
+
+    def merge(self, sums: Sums) -> Sums:
+        """The sums of all processes."""
+        merged: Sums = {}
+        for theirs in self.ranks.gather(sums):
+            for name, (total, weight) in theirs.items():
+                before = merged.get(name, (0.0, 0.0))
+                merged[name] = (before[0] + total, before[1] + weight)
+        return merged
+
+    def save(self) -> str:
+        """Write a checkpoint and return its path; raises `Refused` with the reason when there is none."""
+        return self.saver()
+
+    def rates_set(self, old: tuple[float, ...], new: tuple[float, ...]) -> None:
+        """Told after a request has set the learning rates."""
+        self.on_rates_set(old, new)
+
+
+def _as_told(request: Request) -> dict[str, Any]:
+    names = ("id", "action", "run", "reason", "requester")
+    return {name: getattr(request, name) for name in names} | {"arguments": dict(request.arguments)}
+
+
+@contextmanager
+def owed(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` whatever happens; after an error, what it raises does not take that error's place."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as late:  # noqa: BLE001  # the first error is the one to show
+            error.add_note(f"while this went up, a hook failed too: {type(late).__name__}: {late}")
+        raise
+    end()
+
+
+def setting(owner: object, name: str, *, check: Callable[[str, Any], Any] = positive) -> Callable[[Any], None]:
+    """A setter for `Control.set`, for an attribute of the trainer or the job."""
+    return lambda value: setattr(owner, name, check(name, value))
+
+
+def positive_number(name: str, value: Any) -> float | None:
+    """A number above 0, or None for none; raises `ValueError` otherwise."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a number above 0 or None, not {value!r}")
+    return float(value)

@@ -1,0 +1,80 @@
+"""What `Trainer.fit` was asked to do, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from trainer.fitting import Fitting
+
+__all__ = ["FitResult", "Job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """How a training ended."""
+
+    #: "completed" or "stopped"; the other ends leave `Trainer.fit` as an exception.
+    reason: str
+    #: What the stop was asked with; empty when it was not stopped.
+    stop_reason: str
+    #: The last epoch that began, 0-based; None when there was none.
+    epoch: int | None
+    #: Optimizer updates.
+    step: int
+    #: Of the last epoch (``train/loss``, ``val/loss``), and of the test (``test/loss``).
+    metrics: Mapping[str, float]
+    #: Higher is better.
+    best_fitness: float | None
+    seconds: float
+    run: str
+    #: The checkpoints that are on disk.
+    last: Path | None
+    best: Path | None
+
+
+@dataclass
+class Job:
+    """What `Trainer.fit` was asked to do."""
+
+    train_loader: Iterable[Any]
+    val_loader: Iterable[Any] | None = None
+    test_loader: Iterable[Any] | None = None
+    validate_every: int | None = None
+    save_every: int | None = None
+    checkpoint_path: Path | None = None
+    checkpoint: Mapping[str, Any] | None = None
+
+    def validates_epoch(self, run: Fitting) -> bool:
+        """Whether a validation belongs to this epoch."""
+        return self.val_loader is not None and _is_due_after_epoch(self.validate_every, run)
+
+    def saves_epoch(self, run: Fitting) -> bool:
+        """Whether a checkpoint follows this epoch: when it is due, and always when the run ends with it."""
+        return run.should_stop or _is_due_after_epoch(self.save_every, run)
+
+    def validates_step(self, run: Fitting) -> bool:
+        """Whether a validation is due between two batches."""
+        return self.val_loader is not None and _is_due_after_step(self.validate_every, run)
+
+    def saves_step(self, run: Fitting) -> bool:
+        """Whether a checkpoint is due between two batches."""
+        return _is_due_after_step(self.save_every, run)
+
+
+def _is_due_after_epoch(every: int | None, run: Fitting) -> bool:
+    if run.is_last_epoch:
+        return True
+    if run.counts_in_steps:
+        return every is None
+    return (run.epoch + 1) % (every or 1) == 0
+
+
+def _is_due_after_step(every: int | None, run: Fitting) -> bool:
+    if every is None or not run.counts_in_steps or run.reached_max_steps:
+        return False
+    return run.has_updated and run.step % every == 0

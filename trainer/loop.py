@@ -1,0 +1,237 @@
+"""The loop: every hook of `eventbus.events` in its place, and nothing else.
+
+What fires under each way to end, besides the hooks of the epochs that ran::
+
+    way to end                        | the open batch, epoch        | validation, checkpoint | then
+    ----------------------------------|------------------------------|------------------------|-----------------
+    all epochs, or max_steps          | ended as usual               | both, as planned       | completed
+    stop: a hook, control, a signal   | batch ended as usual; epoch  | no validation, last.pt | on_control,
+                                      | ended at once, partial=True  | is written             | stopped
+    an exception: model, loader, loss,| batch ended, status=skipped; | neither                | on_exception,
+    or a hook with on_error="raise"   | epoch ended, partial=True    |                        | failed
+    Ctrl-C (KeyboardInterrupt)        | the same                     | neither                | on_exception,
+                                      |                              |                        | interrupted
+
+Always: an end for every start, answers to requests that wait, one `on_train_end` with that reason, one `teardown`;
+then the bus is flushed, and the original exception leaves `Trainer.fit`. A stop that is asked for during the last
+hooks of an epoch (`on_fit_epoch_end`) finds the epoch complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from eventbus import events
+from eventbus.batches import length_of, size_of
+from eventbus.fitness import Means, qualified
+from eventbus.rates import rates_of
+from trainer import state
+from trainer.devices import evaluating, move
+from trainer.fitting import owed
+from trainer.outcome import read_step, read_validation, samples
+from trainer.schedule import plateau_metric
+
+if TYPE_CHECKING:
+    from trainer.checkpoint import Saved
+    from trainer.job import Job
+    from trainer.trainer import Trainer
+
+__all__ = ["fit", "save", "tell_saved", "validate"]
+
+
+def fit(trainer: Trainer, job: Job) -> None:
+    """Train as `job` says; raises what the model, the loader or a raising hook raises, after the terminal events."""
+    with trainer.progress as run:
+        set_up(trainer, job)
+        run.ready(batches=length_of(job.train_loader), **trainer.found())
+        for _ in run.iterate_epochs():
+            train(trainer, job)
+            validate_epoch(trainer, job)
+            step_scheduler(trainer, "validation")
+            run.end_epoch()
+            save(trainer, is_due=job.saves_epoch(run), is_judged=True)
+        if job.test_loader is not None and not trainer.was_signalled:
+            run.metrics |= qualified("test", validate(trainer, job.test_loader, phase="test"))
+
+
+def set_up(trainer: Trainer, job: Job) -> None:
+    """Put the model on its device, and the run where it was when the checkpoint was written."""
+    trainer.prepare()
+    if job.checkpoint is not None:
+        state.restore(trainer, job.checkpoint)
+        run = trainer.progress
+        run.publish(events.CheckpointLoad, path=str(job.checkpoint_path), epoch=run.start_epoch, step=run.step)
+
+
+def train(trainer: Trainer, job: Job) -> None:
+    """The training part of one epoch."""
+    run = trainer.progress
+    trainer.model.train()
+    for batch in run.iterate(job.train_loader, trainer.accumulate):
+        train_batch(trainer, batch)
+        run.end_batch()
+        step_scheduler(trainer, "step")
+        if job.validates_step(run):
+            validate_between_batches(trainer, job)
+        if job.saves_step(run):
+            save(trainer, is_due=True)
+    if not run.seen and not run.is_stopped:
+        raise ValueError(
+            f"The train_loader gave no batch in epoch {run.epoch}. If it is a generator, it can be read only once: "
+            "give a DataLoader, a list, or an object whose __iter__ starts anew."
+        )
+    if run.pending and not run.is_stopped:
+        update(trainer)  # a loader that does not know its length: that its last group is smaller is only known now
+    trainer.optimizer.zero_grad()
+    run.pending = 0
+    run.is_trained = not run.is_partial
+    step_scheduler(trainer, "epoch")
+    run.end_training()
+
+
+def train_batch(trainer: Trainer, batch: Any) -> None:
+    """Forward, backward, and an update when its group is complete."""
+    run = trainer.progress
+    trainer.batch = move(batch, trainer.device)
+    result = trainer.training_step(trainer.batch)
+    if result is None:  # nothing to learn from this batch
+        run.status = "skipped"
+    else:
+        outcome = read_step(result)
+        run.batch_metrics = outcome.metrics
+        trainer.backward(outcome.loss / trainer.accumulate)
+        run.pending += 1
+        run.publish(events.AfterBackward, **run.position)
+    if run.is_update_due and run.pending:
+        update(trainer)
+
+
+def update(trainer: Trainer) -> None:
+    """One optimizer update from the gradients of a group of batches."""
+    run = trainer.progress
+    grad_norm = trainer.finish_gradients(run.pending, wants_norm=run.bus.hears(events.OptimizerStep))
+    run.publish(events.BeforeOptimizerStep, **run.position)
+    if trainer.optimizer_step():
+        run.step += 1
+        run.has_updated = True
+        run.publish(events.OptimizerStep, lr=rates_of(trainer.optimizer), grad_norm=grad_norm, **run.position)
+    else:
+        run.status = "skipped"
+    run.publish(events.BeforeZeroGrad, **run.position)
+    trainer.optimizer.zero_grad()
+    run.pending = 0
+
+
+def step_scheduler(trainer: Trainer, moment: str) -> None:
+    """Step the scheduler if this is its moment: a "step", or the end of an "epoch" or of its "validation"."""
+    run, is_its_moment = trainer.progress, trainer.schedule == moment
+    if is_its_moment and moment == "validation" and run.is_validated and not run.is_partial:
+        trainer.scheduler.step(plateau_metric(run.fitness.names, run.metrics))
+    if is_its_moment and moment != "validation" and (run.has_updated if moment == "step" else not run.is_partial):
+        trainer.scheduler.step()
+    if moment != "step":
+        run.tell_rates("schedule")
+
+
+def validate_epoch(trainer: Trainer, job: Job) -> None:
+    """The validation that belongs to an epoch; a stop leaves the epoch without it, and so cut short."""
+    run = trainer.progress
+    if not job.validates_epoch(run):
+        return
+    metrics = {} if run.is_stopped else validate(trainer, job.val_loader or (), phase="fit")
+    run.metrics |= qualified("val", metrics)
+    run.is_validated = bool(metrics)
+    run.is_partial |= run.is_stopped
+
+
+def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
+    """Evaluate without gradients; the means over the loader by bare name, or nothing when a stop cut it short."""
+    run = trainer.progress
+    place = {"epoch": None if phase == "standalone" else run.epoch, "phase": phase}
+    metrics: dict[str, float] = {}
+    with owed(lambda: run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)), trainer.doing(phase):
+        run.publish(events.ValStart, step=run.step, **place)
+        with evaluating(trainer.model):
+            metrics |= validate_batches(trainer, loader, place)
+    return metrics
+
+
+def validate_batches(trainer: Trainer, loader: Iterable[Any], place: dict[str, Any]) -> dict[str, float]:
+    """Every batch of a validation."""
+    run, means, outputs = trainer.progress, Means(), list[Any]()
+    was_stopped, batch = run.is_stopped, -1
+    for batch, data in enumerate(loader):
+        result = validate_batch(trainer, data, means, batch=batch, **place)
+        if trainer.keeps_outputs:
+            outputs.append(result)
+        if place["phase"] != "standalone" and run.ranks.is_alone:
+            run.safe_point()
+            if run.is_stopped and not was_stopped:
+                return {}
+    if batch < 0:
+        raise ValueError(f"The loader to validate on (phase {place['phase']!r}) gave no batch.")
+    return means.means(run.merge) | trainer.validation_numbers(outputs)
+
+
+def validate_batch(trainer: Trainer, data: Any, means: Means, **place: Any) -> Any:
+    """One batch of a validation; returns what the step returned."""
+    run = trainer.progress
+    metrics: dict[str, Any] = {}
+    with owed(lambda: run.publish(events.ValBatchEnd, metrics=metrics, **place)):
+        run.publish(events.ValBatchStart, **place)
+        result = trainer.validation_step(move(data, trainer.device))
+        metrics, outputs = read_validation(result)
+        means.add(metrics, size_of(data) or 1)
+        if run.bus.hears(events.ValImageEnd):
+            for sample in samples(outputs, size_of(data) or 0):
+                run.publish(events.ValImageEnd, metrics=sample, **place)
+    return result
+
+
+def validate_between_batches(trainer: Trainer, job: Job) -> None:
+    """A validation that is due by steps: it may find a new best, and leaves the epoch's own metrics alone."""
+    run = trainer.progress
+    metrics = qualified("val", validate(trainer, job.val_loader or (), phase="fit"))
+    if metrics:
+        run.fitness.judge(metrics, validated=True)
+        run.best_fitness = run.fitness.best
+        save(trainer, is_judged=True)
+
+
+def save(trainer: Trainer, *, is_due: bool = False, is_judged: bool = False) -> list[Saved]:
+    """Write the checkpoints that are due, and ``best.pt`` when the model was just judged and is the best."""
+    if trainer.rank != 0:
+        return []
+    take_state = partial(state.collect, trainer)
+    with trainer.doing("save"):
+        written = [
+            saved
+            for checkpoint in trainer.checkpoints
+            for saved in checkpoint.save(trainer, take_state, is_due=is_due, is_judged=is_judged)
+        ]
+        for saved in written:
+            tell_saved(trainer, saved)
+    return written
+
+
+def tell_saved(trainer: Trainer, saved: Saved) -> None:
+    """Say that a file is on disk, or that it could not be written."""
+    run, fitness = trainer.progress, saved.fitness
+    if saved.error:
+        run.publish(events.CheckpointFailed, path=str(saved.path), error=saved.error)
+        return
+    run.publish(
+        events.ModelSave,
+        path=str(saved.path),
+        epoch=run.epoch,
+        epochs=run.epochs,
+        step=run.step,
+        is_best=saved.is_best,
+        fitness=fitness.current,
+        previous_best=fitness.previous_best,
+        monitor=fitness.monitor,
+        value=fitness.value(run.metrics),
+        bytes=saved.size_bytes,
+    )

@@ -1,0 +1,39 @@
+"""Prediction, batch by batch, as its reader asks for it."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from eventbus import events
+from eventbus.batches import size_of
+from trainer.devices import evaluating, move
+from trainer.fitting import owed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from trainer.trainer import Trainer
+
+__all__ = ["predict"]
+
+
+def predict(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the outputs of each batch, as they are read; ends properly when the reader stops early."""
+    run, started, done = trainer.progress, monotonic(), 0
+    with owed(lambda: run.publish(events.PredictEnd, batch=done, seconds=monotonic() - started)):
+        run.publish(events.PredictStart)
+        for batch, data in enumerate(loader):
+            yield from predict_batch(trainer, data, {"batch": batch, "batch_size": size_of(data)})
+            done += 1
+
+
+def predict_batch(trainer: Trainer, data: Any, place: dict[str, Any]) -> Iterator[Any]:
+    """One batch of a prediction; it ends when its outputs were handed over."""
+    run, started = trainer.progress, monotonic()
+    with owed(lambda: run.publish(events.PredictBatchEnd, seconds=monotonic() - started, **place)):
+        run.publish(events.PredictBatchStart, **place)
+        with evaluating(trainer.model):  # not while the reader has control: no_grad would leak into its code
+            outputs = trainer.prediction_step(move(data, trainer.device))
+        run.publish(events.PredictPostprocessEnd, seconds=monotonic() - started, **place)
+        yield outputs

@@ -1,0 +1,45 @@
+"""The random numbers of a run: seeded, saved with it, and resumed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["rng_state", "seed_everything", "set_rng_state"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, torch with its devices, and numpy where it is imported."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator of this process, in types that load without running code."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, [int(key) for key in keys], *rest)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Go on where `rng_state` was taken; generators that are not here are left out."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))

@@ -1,0 +1,29 @@
+"""The settings of a training, as plain values: for `on_pretrain_routine_start` and for ``trainer.args``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eventbus.lifecycle import Plan
+    from trainer.trainer import Trainer
+
+__all__ = ["settings_of"]
+
+_TAKEN = ("accumulate", "clip_norm", "log_every", "mode", "monitor", "seed")
+
+
+def settings_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
+    """Names and numbers only: nothing that holds a tensor or runs code."""
+    return {name: getattr(trainer, name) for name in _TAKEN} | {
+        "device": str(trainer.device),
+        "epochs": plan.epochs,
+        "loss": getattr(trainer.loss_fn, "__qualname__", type(trainer.loss_fn).__qualname__),
+        "lr": [float(group["lr"]) for group in trainer.optimizer.param_groups],
+        "max_steps": plan.max_steps,
+        "model": type(trainer.model).__qualname__,
+        "name": trainer.run,
+        "optimizer": type(trainer.optimizer).__qualname__,
+        "save_dir": None if trainer.save_dir is None else str(trainer.save_dir),
+        "scheduler": None if trainer.scheduler is None else type(trainer.scheduler).__qualname__,
+    }

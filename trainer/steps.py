@@ -1,0 +1,106 @@
+"""The parts of a training step that a subclass of the trainer may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from eventbus.fitness import number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """What happens with one batch; each method may be overridden."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Any]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    accumulate: int
+    clip_norm: float | None
+
+    def training_step(self, batch: Any) -> torch.Tensor | Mapping[str, Any] | None:
+        """The loss of a batch, a scalar or a mapping with "loss" and metrics; None to skip the batch."""
+        result: torch.Tensor | Mapping[str, Any] | None = self.loss_fn(self.model, batch)
+        return result
+
+    def validation_step(self, batch: Any) -> torch.Tensor | Mapping[str, Any]:
+        """Like `training_step`; what it returns is also kept for `validation_end` where that is overridden.
+
+        Values with one number per sample are told by `on_val_image_end`.
+        """
+        result: torch.Tensor | Mapping[str, Any] = self.loss_fn(self.model, batch)
+        return result
+
+    def validation_end(self, outputs: Sequence[Any]) -> Mapping[str, Any]:
+        """Metrics of the whole loader that cannot be averaged over batches, from what each step returned.
+
+        In a distributed run each process sees its own batches, and its numbers are the ones told.
+        """
+        return {}
+
+    def prediction_step(self, batch: Any) -> Any:
+        """The outputs for a batch: by default of the model, called with the batch or with its first item."""
+        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients; `loss` is already divided by `accumulate`."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        torch.autograd.backward(scaled)
+
+    def optimizer_step(self) -> bool:
+        """Update the parameters; False when the scaler skipped the update, since gradients were not finite."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+    def finish_gradients(self, batches: int, *, wants_norm: bool) -> torch.Tensor | None:
+        """Make the gradients of `batches` batches final: unscaled, their mean, clipped; the norm is before clipping."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [
+            parameter.grad
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if batches != self.accumulate:  # a smaller group: the losses were divided by the size of a full one
+            for gradient in gradients:
+                gradient.mul_(self.accumulate / batches)
+        if not gradients or (self.clip_norm is None and not wants_norm):
+            return None
+        norm = _norm(gradients)
+        if self.clip_norm is not None:
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.device))
+        return norm
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether anything wants what every validation step returned."""
+        return type(self).validation_end is not Steps.validation_end
+
+    def validation_numbers(self, outputs: Sequence[Any]) -> dict[str, float]:
+        """What `validation_end` makes of the outputs, as floats."""
+        if not self.keeps_outputs:
+            return {}
+        return {name: float(number(value)) for name, value in self.validation_end(outputs).items()}
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, without waiting for it."""
+    norms = [torch.linalg.vector_norm(gradient.detach()) for gradient in gradients]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total

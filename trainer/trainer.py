@@ -1,0 +1,277 @@
+"""`Trainer`: what a training is made of, and what can be asked of it. The loop itself is in `trainer.loop`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from eventbus.batches import positive
+from eventbus.bus import EventBus
+from eventbus.events import Log, ParamsUpdate
+from eventbus.fitness import Fitness, Mode
+from eventbus.lifecycle import Plan
+from trainer import export, loop, prediction, saving
+from trainer.attributes import Attributes
+from trainer.callbacks import Callbacks
+from trainer.delivery import Delivery
+from trainer.devices import choose_device, unwrapped
+from trainer.fitting import Fitting, positive_number, setting
+from trainer.job import FitResult, Job
+from trainer.randomness import seed_everything
+from trainer.ranks import Ranks
+from trainer.schedule import moment_of, rescale
+from trainer.settings import settings_of
+from trainer.signals import StopSignals
+from trainer.state import read_checkpoint
+from trainer.steps import Steps
+
+if TYPE_CHECKING:
+    import signal
+
+    from trainer.callback import Callback
+
+__all__ = ["Trainer"]
+
+Loss = Callable[[nn.Module, Any], torch.Tensor | Mapping[str, Any]]
+
+
+class Trainer(Steps, Callbacks, Attributes):
+    """Train a model and tell a bus what happens; `eventbus.events` has every hook in its place.
+
+    ``loss(model, batch)`` returns a scalar tensor, or a mapping with one as ``"loss"`` and further metrics. Instead
+    of an optimizer or scheduler, a function that makes one from the parameters or the optimizer will do.
+
+    - `device`: "auto" is a GPU where there is one. The batch is moved there with every tensor in it.
+    - `run`: the name of the run; None = the bus's. In a distributed run it is that of rank 0.
+    - `save_dir`: where ``last.pt`` and ``best.pt`` go; ``{run}`` and ``{rank}`` are filled in, None writes nothing.
+    - `monitor`, `mode`: what fitness is taken from ("val_loss" is ``val/loss``); see `eventbus.fitness.Fitness`.
+    - `accumulate`: batches per optimizer update. `clip_norm`: the largest gradient norm.
+    - `log_every`: steps between two `on_log`. `scheduler_every`: "epoch" or "step".
+    - `signals`: those that end the training cleanly, as by a stop; none unless asked.
+    - `on_callback_error`: "isolate", or "raise" to end the training with the callback's exception.
+    - `flush_timeout`: how long the end of `fit` waits for subscribers, in seconds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        bus: EventBus | None = None,
+        scheduler: Any = None,
+        scheduler_every: Literal["epoch", "step"] = "epoch",
+        scaler: torch.amp.GradScaler | None = None,
+        device: str | torch.device = "auto",
+        run: str | None = None,
+        save_dir: str | os.PathLike[str] | None = "runs/{run}",
+        callbacks: Iterable[Callback] = (),
+        seed: int | None = None,
+        monitor: str | None = None,
+        mode: Mode = "auto",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        log_every: int = 50,
+        on_callback_error: Literal["isolate", "raise"] = "isolate",
+        signals: Iterable[signal.Signals | int] = (),
+        flush_timeout: float = 10.0,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss
+        self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
+        is_factory = callable(scheduler) and not hasattr(scheduler, "step")
+        self.scheduler = scheduler(self.optimizer) if is_factory else scheduler
+        self.schedule = moment_of(self.scheduler, scheduler_every)
+        self.scaler = scaler
+        self.device = choose_device(device)
+        self.seed = seed
+        self.accumulate = positive("accumulate", accumulate)
+        self.clip_norm = positive_number("clip_norm", clip_norm)
+        self.log_every = positive("log_every", log_every)
+        self.signals = tuple(signals)
+        self.monitor, self.mode = monitor, mode
+        self._ranks = Ranks()
+        self.bus = bus if bus is not None else EventBus(run=run)
+        self._delivery = Delivery(self.bus, is_own=bus is None, timeout_s=flush_timeout)
+        self.run = self._ranks.gather(run if run is not None else self.bus.run)[0]
+        if not self._ranks.is_alone:
+            self.bus.run, self.bus.rank = self.run, self._ranks.rank
+        self.save_dir = _filled_in(save_dir, self.run, self._ranks.rank)
+        self._fits = 0
+        self._signal = ""
+        self._set_up_callbacks(callbacks, on_callback_error)
+        self._begin(Plan())
+
+    # ------------------------------------------------------------------------------------------ what can be asked
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        validate_every: int | None = None,
+        save_every: int | None = None,
+        test_loader: Iterable[Any] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> FitResult:
+        """Train for `epochs` epochs or `max_steps` updates, whichever comes first; at least one must be given.
+
+        `validate_every` and `save_every` count epochs (steps where only `max_steps` is given); None means every
+        epoch, and the end always counts. `test_loader` is evaluated once, after the last epoch. `resume` is a
+        checkpoint, or "auto" for this run's ``last.pt`` when there is one; an epoch that was cut short is trained
+        again from its start. Raises what the model, the loaders or a raising callback raise.
+        """
+        checks = {"epochs": epochs, "max_steps": max_steps, "validate_every": validate_every, "save_every": save_every}
+        for name, value in checks.items():
+            if value is not None:
+                positive(name, value)
+        if epochs is None and max_steps is None:
+            raise ValueError("Say how long to train: epochs= or max_steps=.")
+        if val_loader is None and self.monitor is not None and self.monitor.startswith("val"):
+            raise ValueError(f"monitor={self.monitor!r} needs a val_loader.")
+        job = Job(train_loader, val_loader, test_loader, validate_every, save_every, *self._checkpoint(resume))
+        self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=self._attempt(job)), job)
+        self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader
+        self._fits += 1
+        with self._delivery.session(is_training=True), StopSignals(self.signals, self._stop_by_signal):
+            loop.fit(self, job)
+        return self._result()
+
+    def validate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Evaluate on a loader (phase "standalone"), in every process of the run; returns the metrics by bare name."""
+        self.model.to(self.device)
+        with self._delivery.session():
+            return loop.validate(self, loader, phase="standalone")
+
+    def predict(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the outputs of each batch; nothing is read from the loader before it is asked for."""
+        self.model.to(self.device)
+        with self._delivery.session():
+            yield from prediction.predict(self, loader)
+
+    def export(
+        self, format: str, path: str | os.PathLike[str], *, example: tuple[Any, ...] | None = None
+    ) -> Path:
+        """Write the model as "weights" (a state dict), "pt2" or "onnx"; those two need an `example`, its arguments."""
+        with self._delivery.session():
+            return export.export(self, format, Path(path), example)
+
+    def save_model(self, path: str | os.PathLike[str]) -> bool:
+        """Write a checkpoint to a path of one's own; False when that failed, which `on_checkpoint_failed` tells."""
+        with self._delivery.session():
+            return not saving.save_to(self, Path(path)).error
+
+    def load_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        """Load a state dict, or the model of a checkpoint file, and tell it by `on_params_update`."""
+        read: Any = weights
+        if not isinstance(weights, Mapping):
+            read = torch.load(weights, map_location="cpu", weights_only=True)
+        unwrapped(self.model).load_state_dict(read["model"] if "format" in read else read)
+        self.params_updated("weights loaded")
+
+    def params_updated(self, reason: str) -> None:
+        """Tell that parameters changed outside an optimizer step (`on_params_update`): an EMA swap, a freeze."""
+        with self._delivery.session():
+            self.progress.publish(ParamsUpdate, epoch=self.epoch, step=self.step, reason=reason)
+
+    def log(self, **values: Any) -> None:
+        """Tell values of one's own (`on_log`)."""
+        with self._delivery.session():
+            self.progress.publish(Log, epoch=self.epoch, step=self.step, values=values)
+
+    # ------------------------------------------------------------------------------------------ what the loop asks
+
+    def prepare(self) -> None:
+        """Everything that has to be done before the first batch, but for a checkpoint."""
+        if self.seed is not None:
+            seed_everything(self.seed)
+        self.model.to(self.device)
+        self.optimizer.zero_grad()
+        if self._signal:  # it struck before the run could be asked
+            self.progress.stop(self._signal)
+
+    def found(self) -> dict[str, Any]:
+        """What set-up found, for `on_pretrain_routine_end`."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"parameters": parameters, "device": str(self.device), "world_size": self.world_size}
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Name what the run is doing; after an error the name stays, for `on_exception`."""
+        former, self.progress.phase = self.progress.phase, phase
+        yield
+        self.progress.phase = former
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the trainer is doing something right now."""
+        return self._delivery.is_busy
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether a signal asked the training to end."""
+        return bool(self._signal)
+
+    # -------------------------------------------------------------------------------------------------- inside
+
+    def _begin(self, plan: Plan, job: Job | None = None) -> None:
+        rank = None if self._ranks.is_alone else self._ranks.rank
+        self.args = SimpleNamespace(**settings_of(self, plan))
+        plan = replace(plan, run=self.run, rank=rank, config=vars(self.args))
+        fitness = Fitness(self.monitor, self.mode)
+        run = Fitting(self.bus, plan, optimizer=self.optimizer, fitness=fitness, log_every=self.log_every)
+        run.ranks = self._ranks
+        run.saver = lambda: saving.save_now(self)
+        run.on_rates_set = lambda old, new: rescale(self.scheduler, old, new)
+        run.watches_rates = self.schedule != "step"
+        run.settings["clip_norm"] = setting(self, "clip_norm", check=positive_number)
+        if job is not None:
+            run.has_validation = job.val_loader is not None
+            run.settings |= {name: setting(job, name) for name in ("save_every", "validate_every")}
+        self.progress = run
+        self._signal = ""
+
+    def _checkpoint(self, resume: str | os.PathLike[str] | None) -> tuple[Path | None, Mapping[str, Any] | None]:
+        path = self.last if resume == "auto" else None if resume is None else Path(resume)
+        if path is None or (resume == "auto" and not path.exists()):
+            return None, None
+        return path, read_checkpoint(path)
+
+    def _attempt(self, job: Job) -> int:
+        return self._fits if job.checkpoint is None else max(self._fits, int(job.checkpoint["attempt"]) + 1)
+
+    def _stop_by_signal(self, name: str) -> None:
+        self._signal = name
+        if self.progress.inbox is not None:
+            self.bus.control.stop(name, run=self.run, requester="signal")
+
+    def _result(self) -> FitResult:
+        run = self.progress
+        return FitResult(
+            reason=run.reason,
+            stop_reason=run.stop_reason,
+            epoch=run.epoch if run.begun_epochs else None,
+            step=run.step,
+            metrics=dict(run.metrics),
+            best_fitness=run.best_fitness,
+            seconds=run.seconds,
+            run=run.run,
+            last=self.last if self.last is not None and self.last.exists() else None,
+            best=self.best if self.best is not None and self.best.exists() else None,
+        )
+
+
+def _filled_in(save_dir: str | os.PathLike[str] | None, run: str, rank: int) -> Path | None:
+    if save_dir is None:
+        return None
+    return Path(os.fspath(save_dir).replace("{run}", run).replace("{rank}", str(rank)))
