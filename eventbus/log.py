@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count, islice
+from itertools import count
 from operator import iadd
 from threading import get_ident
 from time import perf_counter, sleep, time
@@ -32,6 +32,10 @@ __all__ = ["HANDOFF", "Entry", "Log", "Mark", "hears_rank"]
 #: How many events the hand-off buffer takes before publishers help to empty it.
 HANDOFF = 20_000
 _WINDOW = 512
+#: How many events a publisher hands on when it helps, and for how long it lets another one do so, in seconds: about
+#: the same time.
+_HELPING = 64
+_GIVE_WAY_S = 0.0002
 _DEVICE_WAIT_S = 10.0
 _ABOUT = frozenset({SubscriberErrorEvent, SubscriberDisabled, EventsDropped})
 
@@ -150,6 +154,17 @@ class Log:
         finally:
             self._feeder = 0
 
+    def relieve(self) -> None:
+        """Help to empty a full buffer; called by publishers.
+
+        When another thread is at it, let that one have the GIL: several that go on publishing would keep it from
+        ever getting done, and the buffer would have no bound.
+        """
+        if not self._feeder:
+            self.feed(most=_HELPING)
+        elif self._feeder != get_ident():
+            sleep(_GIVE_WAY_S)
+
     def catch_up(self, timeout: float = 1.0) -> None:
         """Hand on all that was published before, waiting for another feeder; from inside the feeder, do nothing."""
         end = perf_counter() + timeout
@@ -160,7 +175,8 @@ class Log:
     def _feed(self, until_s: float, most: int | None) -> bool:
         moved = 0
         while self.buffer:
-            window = list(islice(self.buffer, most or _WINDOW))
+            # by index: an iterator would end with an error when another thread appends before its first step
+            window = list(map(self.buffer.__getitem__, range(min(len(self.buffer), most or _WINDOW))))
             if window[0][-1] > self._fed:
                 done = self._feed_window(window)
                 if not done:

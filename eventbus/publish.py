@@ -88,7 +88,7 @@ class Publisher(ABC):
             if log.asleep:
                 log.rouse()
             elif len(log.buffer) > HANDOFF:
-                log.feed(most=64)  # the loop is held: keep the hand-off buffer bounded
+                log.relieve()  # the loop is held, or too slow: keep the hand-off buffer bounded
             if route.hooks:
                 self._run_hooks(route, draft)
         except KeyboardInterrupt:
@@ -110,7 +110,7 @@ class Publisher(ABC):
             if self._log.asleep:
                 self._log.rouse()
             elif len(self._log) > HANDOFF:
-                self._log.feed(most=64)
+                self._log.relieve()
         else:
             draft += next(self._log.numbers)
         if route.hooks:
