@@ -8,8 +8,6 @@ from threading import Thread, get_ident, main_thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import anyio
-
 from eventbus import exits, handling
 from eventbus.control import Control
 from eventbus.errors import WouldBlockError
@@ -162,6 +160,8 @@ class EventBus(Publisher):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        import anyio  # here: only who runs the bus on a loop of the host's needs it
+
         with anyio.CancelScope(shield=True):
             await self._aclose_quietly(10.0)
         self._close_with(error, self._failures.take_due())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import enum
-import pathlib
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
@@ -21,7 +17,8 @@ __all__ = ["PLAIN", "DeviceDict", "FrozenDict", "freeze", "resolve", "weigh"]
 
 #: Exact types that nobody can change.
 PLAIN = frozenset({float, int, str, bool, type(None)})
-_IMMUTABLE = (bytes, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+#: Modules whose classes nobody can change; told by name, so that none of them is imported for it.
+_IMMUTABLE_MODULES = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "zoneinfo"})
 _DEEPEST = 16
 
 
@@ -94,7 +91,7 @@ def freeze(value: Any, copies: Copies, depth: int = 0) -> Any:
     type, and are not held.
     """
     kind = type(value)
-    if kind in PLAIN or isinstance(value, (*_IMMUTABLE, FrozenDict, enum.Enum)):
+    if kind in PLAIN or isinstance(value, bytes | FrozenDict | enum.Enum) or _is_immutable(kind):
         return value
     if depth >= _DEEPEST:
         return f"<{_type_name(value)}: nested deeper than {_DEEPEST}>"
@@ -105,6 +102,10 @@ def freeze(value: Any, copies: Copies, depth: int = 0) -> Any:
         return _container(value, copies, depth + 1)
     except Exception as error:  # noqa: BLE001  # iterating a foreign object failed: it is told as what it is
         return f"<{_type_name(value)}: {type(error).__name__}>"
+
+
+def _is_immutable(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] in _IMMUTABLE_MODULES for base in kind.__mro__)
 
 
 def _container(value: Any, copies: Copies, depth: int) -> Any:

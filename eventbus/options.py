@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
 
 from eventbus.errors import SubscriptionError
 from eventbus.events import Event
@@ -25,11 +27,10 @@ _TIMEOUT_S: Mapping[Kind, float] = {
     "stream": math.inf,
     "inline": math.inf,
 }
-_QUEUE_OPTIONS = ("timeout", "maxsize", "max_bytes", "overflow", "block_timeout", "retries", "rank")
+_QUEUE_OPTIONS = ("timeout", "maxsize", "max_bytes", "overflow", "block_timeout", "retries")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How one subscriber is served. Times are in seconds, sizes in bytes; None = the default of its kind."""
 
     every: int = 1
@@ -48,12 +49,13 @@ class Options:
     block_timeout: float = 1.0
     retries: int = 0
     on_error: Literal["isolate", "raise"] = "isolate"
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    #: The names of those that were given, not left at their default.
+    given: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, subscriber: str, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Options:
         """Check the options `given` for a subscriber; `defaults` are a sink's own."""
-        known = [f.name for f in fields(cls) if f.name != "given"]
+        known = [name for name in cls.__struct_fields__ if name != "given"]
         for option in (*(defaults or ()), *given):
             if option not in known:
                 near = nearest(option, known)
@@ -104,16 +106,16 @@ class Options:
         """What differs from the defaults, for `describe`."""
         plain = Options()
         return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.compare and f.name not in ("name", "priority") and getattr(self, f.name) != getattr(plain, f.name)
+            name: getattr(self, name)
+            for name in self.__struct_fields__
+            if name not in ("name", "priority", "given") and getattr(self, name) != getattr(plain, name)
         }
 
     def same_as(self, other: Options) -> bool:
         """Whether a second registration of one callable asks for the same service."""
-        return replace(self, name=None) == replace(other, name=None) and (
-            self.name is None or other.name is None or self.name == other.name
-        )
+        named_alike = self.name is None or other.name is None or self.name == other.name
+        unnamed = (replace(options, name=None, given=frozenset()) for options in (self, other))
+        return named_alike and next(unnamed) == next(unnamed)
 
 
 def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:

@@ -85,14 +85,16 @@ class SinkDelivery(Delivery):
         return True
 
     def _is_hurried(self) -> bool:
+        """Whether somebody waits for what is pending: a flush, or the end."""
         return self.cursor.ended or self.stopping or self.cursor.on_settled is not None
 
     async def _pause(self, wake_bytes: int, seconds: float | None) -> None:
-        """Wait until so many bytes are pending, the time is over, or somebody hurries us."""
+        """Wait until so many bytes are pending (0: any event), the time is over, or somebody hurries us."""
         cursor = self.cursor
         cursor.wake_bytes = wake_bytes
         cursor.waiting = True
-        if not self._is_hurried() and (wake_bytes or not cursor.queued()):
+        over = cursor.ended or self.stopping or (self._is_hurried() if wake_bytes else cursor.queued())
+        if not over:
             await self._waker.wait(seconds)
         cursor.waiting = False
 
