@@ -29,7 +29,8 @@ _astuple = msgspec.structs.astuple
 
 _UNTAGGED = frozenset((Event, UnknownEvent))  # the classes whose hook msgspec does not write
 _COMMON = Event.__struct_fields__
-_SCALARS = frozenset((bool, int, NoneType))
+_SCALARS = frozenset((bool, int, str, NoneType))
+_STR = frozenset((str,))
 # The strings that stand for a number: a non-finite float in JSON, an integer beyond 64 bit in msgpack.
 _NUMBER_AS_TEXT = re.compile(rb'"(?:NaN|-?Infinity)"|\d{19}')
 
@@ -81,23 +82,23 @@ def _encode_carefully(event: Event, *, write: Callable[[Any], bytes], binary: bo
 
 def _is_plain(values: Iterable[Any]) -> bool:
     """Say whether msgspec writes `values` without a loss: finite floats, str keys, no foreign types."""
-    rest = list(values)
-    while rest:
-        value = rest.pop()
-        kind = type(value)
-        if kind in _SCALARS or kind is str:
-            continue
-        if kind is float:
-            if not isfinite(value):
+    groups = [values]
+    for group in groups:  # grows while it is read; a recursive function would end before msgspec does
+        for value in group:
+            kind = type(value)
+            if kind in _SCALARS:
+                continue
+            if kind is float:
+                if not isfinite(value):
+                    return False
+            elif issubclass(kind, dict):
+                if not _STR.issuperset(map(type, dict.keys(value))):
+                    return False
+                groups.append(dict.values(value))
+            elif issubclass(kind, (list, tuple)):
+                groups.append(value)
+            else:
                 return False
-        elif issubclass(kind, dict):
-            if not all(type(key) is str for key in value):
-                return False
-            rest.extend(dict.values(value))
-        elif issubclass(kind, (list, tuple)):
-            rest.extend(value)
-        else:
-            return False
     return True
 
 

@@ -135,6 +135,8 @@ class _Conversion:
             self._around.remove(id(container))
 
     def _key(self, key: Any, place: _Place, *, number: int) -> str:
+        if type(key) is str and key.isascii():
+            return key
         plain = self.plain(key, (place, f"key {number}"))
         return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
 
@@ -202,6 +204,8 @@ _RULES: Sequence[tuple[tuple[type, ...], _Convert]] = (
 
 def _text(value: str) -> str:
     """Return `value` with its lone surrogates, which UTF-8 cannot carry, spelled out: ``\\udcff``."""
+    if type(value) is str and value.isascii():
+        return value
     return str.encode(value, "utf-8", "backslashreplace").decode()
 
 

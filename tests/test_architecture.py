@@ -29,7 +29,7 @@ FORBIDDEN = {
 }
 # The table of event types, the running buses for the one exit hook, the number of forks.
 STATE = {
-    ("eventbus/events.py", "_classes"),
+    ("eventbus/event.py", "_classes"),
     ("eventbus/exits.py", "running"),
     ("eventbus/exits.py", "_forks"),
 }
