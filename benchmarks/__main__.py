@@ -11,13 +11,17 @@ from types import ModuleType
 from benchmarks import delivering, files, importing, publishing, training
 from benchmarks.measure import Row
 
-_PARTS = {part.__name__.removeprefix("benchmarks."): part for part in (publishing, delivering, files, training, importing)}
+_PARTS = {
+    part.__name__.removeprefix("benchmarks."): part for part in (publishing, delivering, files, training, importing)
+}
 
 
 def main(names: list[str]) -> None:
     """Measure the named parts, or all of them."""
     parts: list[ModuleType] = [_PARTS[name] for name in names] if names else list(_PARTS.values())
-    print(f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
+    print(
+        f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}"
+    )
     print()
     print("| what | ours | reference | ratio | aim | |")
     print("|---|---|---|---|---|---|")

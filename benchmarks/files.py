@@ -25,7 +25,12 @@ def rows() -> Iterator[Row]:
         pairs = [(jsonl(Path(folder, f"{n}.jsonl")), queue_handler(Path(folder, f"{n}.log"))) for n in range(3)]
     ours, reference = max(a for a, _ in pairs), max(b for _, b in pairs)
     yield ratio_row(
-        "JSONL, published to written and closed / QueueHandler + FileHandler", ours, reference, "≥ 5 ×", unit="/s", least=5
+        "JSONL, published to written and closed / QueueHandler + FileHandler",
+        ours,
+        reference,
+        "≥ 5 ×",
+        unit="/s",
+        least=5,
     )
 
 

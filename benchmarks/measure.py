@@ -24,7 +24,9 @@ class Row:
     holds: bool | None
 
 
-def ratio_row(what: str, ours: float, reference: float, aim: str, *, unit: str, most: float = 0, least: float = 0) -> Row:
+def ratio_row(
+    what: str, ours: float, reference: float, aim: str, *, unit: str, most: float = 0, least: float = 0
+) -> Row:
     """A row whose aim is a ratio of ours to the reference: at most `most`, or at least `least`."""
     ratio = ours / reference
     holds = ratio <= most if most else ratio >= least

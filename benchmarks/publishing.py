@@ -68,14 +68,18 @@ def back_to_back() -> Row:
         bus.close()
         return seconds
 
-    return limit_row("publish back to back, one async subscriber", min(once() for _ in range(7)), "≤ 1 µs", unit="s", most=1e-6)
+    return limit_row(
+        "publish back to back, one async subscriber", min(once() for _ in range(7)), "≤ 1 µs", unit="s", most=1e-6
+    )
 
 
 def waking_a_sleeper() -> Row:
     """Steps so long that the consumer sleeps in between."""
     with own_loop() as loop, subscribed(1) as bus:
         threadsafe, ours = paced(
-            [lambda: loop.call_soon_threadsafe(Nothing().take, EVENT), lambda: bus.publish(EVENT)], every_s=0.06, number=50
+            [lambda: loop.call_soon_threadsafe(Nothing().take, EVENT), lambda: bus.publish(EVENT)],
+            every_s=0.06,
+            number=50,
         )
     return ratio_row(
         "publish that wakes a sleeping consumer / call_soon_threadsafe, median",

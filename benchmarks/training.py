@@ -75,5 +75,7 @@ def train(bus: EventBus | None) -> float:
         optimizer.step()
         optimizer.zero_grad()
         if bus is not None:
-            bus.publish(TrainBatchEnd(epoch=0, batch=batch, step=batch + 1, metrics={"loss": loss.detach()}, lr=(0.01,)))
+            bus.publish(
+                TrainBatchEnd(epoch=0, batch=batch, step=batch + 1, metrics={"loss": loss.detach()}, lr=(0.01,))
+            )
     return time.perf_counter() - started

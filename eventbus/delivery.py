@@ -27,6 +27,8 @@ __all__ = ["AsyncDelivery", "Delivery"]
 GRACE_S = 0.1
 #: How long a worker delivers before it lets the rest of the loop run, in seconds.
 SLICE_S = 0.001
+#: From when on holding the loop is told, in seconds; waiting for the GIL on a busy machine looks the same.
+HOLD_S = 0.25
 _BACKOFF_S = 0.1
 _BACKOFF_MOST_S = 5.0
 
@@ -124,7 +126,7 @@ class Delivery:
         """Note how long the worker held its loop without awaiting."""
         if seconds > self.cursor.hold_s:
             self.cursor.hold_s = seconds
-        if seconds > 0.05:
+        if seconds > HOLD_S:
             self.bus._failures.loop_held(self.subscriber, seconds)
 
     def finished(self) -> None:
