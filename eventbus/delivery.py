@@ -64,6 +64,11 @@ class Delivery:
         entry = self.cursor.running
         return entry.event if entry is not None else None
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing of it runs any more that another loop would have to wait for."""
+        return self.cursor.running is None
+
     def start(self) -> None:
         raise NotImplementedError
 
@@ -88,8 +93,8 @@ class Delivery:
         self.generation += 1
         self.deadline_s = math.inf
         self.overdue = False
-        if entry is not None and self.cursor.time_out(entry):
-            self.bus._failures.told(self.subscriber, entry, TimeoutError(self._timeout_text() + " and did not stop"))
+        if entry is not None:
+            self._timed_out(entry, " and did not stop")
         if not self.stopping:
             self.start()
 
@@ -106,19 +111,22 @@ class Delivery:
         entry = self.cursor.running
         if entry is not None:
             self.cursor.drop(entry, reason)
-        self.interrupt()
+        self.host.call(self.interrupt)
         self.cursor.drop_all(reason)
         self.ended = True
         self.cursor.wake()
 
-    def _timeout_text(self) -> str:
-        return f"took longer than its timeout of {self.timeout_s:g} s"
+    def _timeout_error(self, how: str = "") -> TimeoutError:
+        return TimeoutError(f"took longer than its timeout of {self.timeout_s:g} s{how}")
 
-    def _timed_out(self, entry: Entry) -> None:
+    def _timed_out(self, entry: Entry, how: str = "") -> None:
+        error = self._timeout_error(how)
+        self.bus._failures.owe(self.subscriber, entry, error)
         if self.cursor.time_out(entry):
-            self.bus._failures.told(self.subscriber, entry, TimeoutError(self._timeout_text()))
+            self.bus._failures.told(self.subscriber, entry, error)
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
+        self.bus._failures.owe(self.subscriber, entry, error)
         if self.cursor.fail(entry):
             self.bus._failures.told(self.subscriber, entry, error)
 
@@ -214,9 +222,7 @@ class AsyncDelivery(Delivery):
         cursor = self.cursor
         self.deadline_s = math.inf
         cursor.waiting = True
-        if (
-            not cursor.queued() and not cursor.ended and not self.stopping
-        ):  # looked again, now that a feeder would wake us
+        if not (cursor.queued() or cursor.ended or self.stopping):  # looked again, now that a feeder would wake us
             await self._waker.wait()
         cursor.waiting = False
         return bool(cursor.queued()) or not (cursor.ended or self.stopping)

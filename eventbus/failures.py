@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from eventbus import handling
 from eventbus.errors import SinkUnavailable
 from eventbus.events import (
     Event,
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
     from eventbus.publish import Publisher
     from eventbus.subscription import InlineHook, Queued, Subscription
 
-__all__ = ["Failures"]
+__all__ = ["ABOUT_US", "Failures"]
 
-_ABOUT_US = (SubscriberErrorEvent, SubscriberDisabled, EventsDropped)
+#: What the bus tells about itself.
+ABOUT_US = (SubscriberErrorEvent, SubscriberDisabled, EventsDropped)
 _TERMINAL = (ExceptionRaised, TrainEnd, Teardown)
 _LONGEST_REASON = 200
 
@@ -45,13 +47,16 @@ class Failures:
 
     def told(self, subscriber: Queued, entry: Entry | None, error: BaseException) -> None:
         """A queued subscriber failed, or its sink cannot open or take events; called by its worker."""
-        event = entry.event if entry is not None else None
-        self._tell(subscriber, event, error)
-        if entry is not None and subscriber.options.on_error == "raise":
-            error.add_note(f"raised by subscriber {subscriber.name!r} on {entry.event.hook}, event {entry.seq}")
-            if self.due.setdefault(entry.thread, error) is not error:
-                self.due[entry.thread].add_note(f"and subscriber {subscriber.name!r} failed on event {entry.seq} too")
-            self._bus._reroute()
+        self._tell(subscriber, entry.event if entry is not None else None, error)
+
+    def owe(self, subscriber: Queued, entry: Entry, error: BaseException) -> None:
+        """Keep what is to be raised; called before the event is settled, so that a publish after `flush` raises it."""
+        if subscriber.options.on_error != "raise" or subscriber.cursor.running is not entry:
+            return
+        error.add_note(f"raised by subscriber {subscriber.name!r} on {entry.event.hook}, event {entry.seq}")
+        if self.due.setdefault(entry.thread, error) is not error:
+            self.due[entry.thread].add_note(f"and subscriber {subscriber.name!r} failed on event {entry.seq} too")
+        self._bus._reroute()
 
     def hook_failed(self, hook: InlineHook, event: Event, error: Exception) -> None:
         """An inline hook failed; called on the publishing thread."""
@@ -73,7 +78,7 @@ class Failures:
             level, f"failed {subscriber.name}", "Subscriber %r failed on %s: %s", subscriber.name, hook, _reason(error),
             error=None if brief else error,
         )  # fmt: skip
-        if count and not isinstance(event, _ABOUT_US):
+        if count and not isinstance(event, ABOUT_US):
             self._bus.publish(
                 SubscriberErrorEvent(
                     subscriber=subscriber.name, failed_hook=hook if event is not None else "", reason=_reason(error),
@@ -115,11 +120,14 @@ class Failures:
     def raise_due(self, event: Event) -> None:
         """Raise what a subscriber with ``on_error="raise"`` failed with, for the thread that published that event.
 
-        Not from a terminal event, which must reach the others, and not from a finaliser or a signal handler, which
-        would raise it into code that has nothing to do with it.
+        Not from a terminal event, which must reach the others; not inside another subscriber's handler, which is not
+        who asked for it; and not from a finaliser or a signal handler, which would raise it into code that has
+        nothing to do with it.
         """
         me = threading.get_ident()
-        if me not in self.due or isinstance(event, _TERMINAL) or _is_intruding(sys._getframe(1)):
+        if me not in self.due or isinstance(event, _TERMINAL + ABOUT_US):
+            return
+        if handling.handler.get() is not None or _is_intruding(sys._getframe(1)):
             return
         error = self.due.pop(me)
         self._bus._reroute()

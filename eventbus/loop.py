@@ -59,6 +59,7 @@ class Host(Protocol):
     def spawn(
         self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]
     ) -> None: ...
+    def call(self, fn: Callable[[], object]) -> None: ...
     def scope(self) -> AbstractContextManager[Any]: ...
     def waker(self) -> Waker: ...
     async def sleep(self, seconds: float) -> None: ...
@@ -91,6 +92,13 @@ class AsyncioHost:
         if not task.cancelled():
             task.exception()  # seen: workers tell their own errors
 
+    def call(self, fn: Callable[[], object]) -> None:
+        """Call it on the loop, soon; from any thread."""
+        try:
+            self.loop.call_soon_threadsafe(fn)
+        except RuntimeError:  # the loop is closed: asking first would be a race
+            pass
+
     def scope(self) -> _AsyncioScope:
         return _AsyncioScope()
 
@@ -104,8 +112,13 @@ class AsyncioHost:
         await asyncio.sleep(0)
 
     def is_ours(self, error: BaseException) -> bool:
-        """Whether a cancellation was asked for by the loop's owner, and is not just an error of a handler."""
-        task = asyncio.current_task()
+        """Whether the loop's owner asked for it, and it is not just an error of a handler."""
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:
+            task = None
+        if isinstance(error, GeneratorExit):  # a handler's own, unless the loop was dropped with its tasks in it
+            return task not in self._tasks
         return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
     def interrupt(self) -> None:
@@ -201,6 +214,12 @@ class TrioHost:
         # a system task is not under the host's cancel scopes, and a Ctrl-C never strikes in it
         self._trio.lowlevel.spawn_system_task(stepped, name=name)
 
+    def call(self, fn: Callable[[], object]) -> None:
+        try:
+            self.token.run_sync_soon(fn)
+        except self._trio.RunFinishedError:
+            pass
+
     def scope(self) -> trio.CancelScope:
         return self._trio.CancelScope()
 
@@ -214,6 +233,8 @@ class TrioHost:
         await self._trio.lowlevel.checkpoint()
 
     def is_ours(self, error: BaseException) -> bool:
+        if isinstance(error, GeneratorExit):
+            return not self._trio.lowlevel.in_trio_run()
         return isinstance(error, self._trio.Cancelled)
 
     def interrupt(self) -> None:
@@ -281,6 +302,9 @@ def _measured(step: Coroutine[Any, Any, None], on_hold: Callable[[float], None])
         try:
             value = yield waits_for
             send = step.send
+        except GeneratorExit:
+            step.close()
+            raise
         except BaseException as error:  # noqa: BLE001  # whatever is thrown in belongs to the worker
             value = error
             send = step.throw

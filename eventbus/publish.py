@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from eventbus import exits
 from eventbus.device import Slots
 from eventbus.events import Event, UnknownEvent
-from eventbus.failures import Failures
+from eventbus.failures import ABOUT_US, Failures
 from eventbus.identity import find_attempt, find_rank, find_run
 from eventbus.inline import run_hooks
 from eventbus.log import HANDOFF, Entry, Log
@@ -179,6 +179,8 @@ class Publisher(ABC):
         return tuple(refused)
 
     def _count_too_late(self, event: Event) -> None:
+        if isinstance(event, ABOUT_US):
+            return
         self._too_late += 1
         self._failures.notices.say(
             logging.WARNING, "closed", "%s was published after the bus was closed, and is dropped.", event.hook,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CloseReport", "Runner"]
 
-#: How long the end of a worker or of the loop's thread may take beyond the time for closing, in seconds.
-_MARGIN_S = 0.5
+#: Of the time for closing, the part for what is pending everywhere; the rest is for what is slow, and for the others
+#: to end meanwhile.
+_DRAINING = 0.75
+#: How long sinks may take to close when the time for closing is over, in seconds.
+_SINKS_S = 0.3
+#: When a thread that waits for the end closes without the loop, since a handler holds it; in seconds after that time.
+_MARGIN_S = 0.4
 
 
 class CloseReport(msgspec.Struct, frozen=True):
@@ -51,6 +57,8 @@ class Runner:
         self._patience_s: float | None = None
         self._stop = Completion()
         self._closing = False
+        self._close_begun = False
+        self._given_up = False
         self._all_ended: Completion | None = None
 
     # ------------------------------------------------------------------------------------------------- starting
@@ -77,6 +85,8 @@ class Runner:
             if subscriber not in self._log.newcomers:
                 self._log.newcomers.append(subscriber)
         pump.start()
+        if self._closing:  # asked for while the loop was starting
+            pump.jobs.append(self._close)
 
     @property
     def where(self) -> str:
@@ -101,8 +111,6 @@ class Runner:
         if self._closing:
             return
         self._closing = True
-        if self.own is not None:
-            self.own.ready.wait(_MARGIN_S)
         if self.pump is not None:
             self.pump.jobs.append(self._close)
             self._log.rouse()
@@ -110,7 +118,7 @@ class Runner:
     def wait_closed(self, timeout: float) -> CloseReport:
         """Wait in a thread; when the loop is held by a handler, close without it."""
         if not self.closed.wait(timeout + _MARGIN_S):
-            self._cut("closed")
+            self._give_up("closed")
             self._finish()
         if self.own is not None:
             self.own.join(0.2)
@@ -118,24 +126,33 @@ class Runner:
 
     async def _close(self) -> None:
         """On the loop: deliver what is pending, end every worker after its last event, and stop."""
+        if self._close_begun:
+            return
+        self._close_begun = True
         flush = Flush(self._log)
         self._log.mark(flush)
-        await self._wait_for(flush.completion)
+        await self._wait_for(flush.completion, most_s=_DRAINING * (self._end_s - perf_counter()))
         self._log.flushed(flush)
-        self._bus._refuse_events()
-        self._log.catch_up()
+        self._take_over_the_rest()
         for subscriber in self._log.subscribers:
             subscriber.cursor.end()
         await self._workers_ended()
-        self._cut("closed")
+        self._give_up("closed")
+        await self._sinks_closed()
         self._finish()
 
-    async def _wait_for(self, completion: Completion) -> None:
+    def _take_over_the_rest(self) -> None:
+        """Take no more events, and hand on those that came before."""
+        self._bus._refuse_events()
+        self._log.catch_up(0.1)
+
+    async def _wait_for(self, completion: Completion, most_s: float = math.inf) -> None:
         """Wait until it is complete, the time is over, or (at exit) nothing gets on any more."""
         assert self.host is not None  # noqa: S101
         waker = self.host.waker()
         settled, since_s = self._settled(), perf_counter()
-        while not completion.is_set() and (left_s := self._end_s - perf_counter()) > 0:
+        until_s = since_s + most_s
+        while not completion.is_set() and (left_s := min(self._end_s, until_s) - perf_counter()) > 0:
             await completion.wait_in_task(waker, min(left_s, 0.1))
             if (now_settled := self._settled()) != settled:
                 settled, since_s = now_settled, perf_counter()
@@ -146,6 +163,13 @@ class Runner:
         self._all_ended = Completion()
         self._look_ended()
         await self._wait_for(self._all_ended)
+
+    async def _sinks_closed(self) -> None:
+        """Give sinks the moment they need to close, although the time is over."""
+        assert self.host is not None  # noqa: S101
+        until_s = perf_counter() + _SINKS_S
+        while not all(delivery.at_rest for delivery in self._deliveries()) and perf_counter() < until_s:
+            await self.host.sleep(0.002)
 
     def ended(self, subscriber: Queued) -> None:
         """A worker has ended."""
@@ -161,8 +185,7 @@ class Runner:
     def lose_loop(self) -> None:
         """The host ended its loop without closing the bus."""
         if not self.closed.is_set():
-            self._bus._refuse_events()
-            self._cut("loop_closed")
+            self._give_up("loop_closed")
             self._finish()
 
     def _deliveries(self) -> tuple[Delivery, ...]:
@@ -172,18 +195,19 @@ class Runner:
         cursors = [subscriber.cursor for subscriber in self._log.subscribers]
         return sum(c.delivered + c.failed + c.timed_out + c.dropped for c in cursors)
 
-    def _cut(self, reason: str) -> None:
-        """The time is over: count what is left, and give it up."""
-        left: dict[str, int] = {}
+    def _give_up(self, reason: str) -> None:
+        """Once, and by one thread: the time is over, or the loop is gone; count what is left, and drop it."""
+        if self._given_up:
+            self.closed.wait(_SINKS_S)
+            return
+        self._given_up = True
+        self._take_over_the_rest()
+        left = {s.name: s.cursor.pending for s in self._log.subscribers if s.cursor.pending}
         for delivery in self._deliveries():
             if not delivery.ended:
-                if delivery.cursor.pending:
-                    left[delivery.name] = delivery.cursor.pending
                 delivery.cut(reason)
         for subscriber in self._log.subscribers:
-            if subscriber.cursor.pending:
-                left[subscriber.name] = left.get(subscriber.name, 0) + subscriber.cursor.pending
-                subscriber.cursor.drop_all(reason)
+            subscriber.cursor.drop_all(reason)
         self.report = CloseReport(not left, left)
 
     def _finish(self) -> None:
@@ -208,7 +232,7 @@ class Runner:
         until = perf_counter() + timeout
         for delivery in self._deliveries():
             delivery.stop()
-        while any(d.cursor.running is not None for d in self._deliveries()) and perf_counter() < until:
+        while not all(delivery.at_rest for delivery in self._deliveries()) and perf_counter() < until:
             await here.sleep(0.002)
         if self.pump is not None:
             self.pump.stop()

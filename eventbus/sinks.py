@@ -40,15 +40,26 @@ class SinkDelivery(Delivery):
         self._most = int(getattr(self._sink, "max_batch", 1))
         self._gather_s = float(getattr(self._sink, "flush_interval", 0.0))
         self._waker = host.waker()
-        self._call: _Call | None = None
         self._opened = False
+        #: What is being written.
+        self._batch: list[Entry] = []
+        self._at_rest = False
         self.cursor.wake = self._waker.wake
 
     def start(self) -> None:
         self.host.spawn(self._run, name=f"trainbus {self.name}", on_hold=self.held)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether its worker has ended, and closed the sink."""
+        return self._at_rest
+
     def cut(self, reason: str) -> None:
-        super().cut(reason)
+        """Drop what waits; what runs is not interrupted, and the sink is closed after it if the loop lasts so long."""
+        self.stopping = True
+        if self._batch:
+            self.cursor.drop_batch(self._batch, reason)
+        self.cursor.drop_all(reason)
         self._waker.wake()
 
     def check(self, now_s: float) -> float:
@@ -66,6 +77,7 @@ class SinkDelivery(Delivery):
                 await self._write(batch)
         if self._opened:
             await self._close()
+        self._at_rest = True
         if not self.ended and not self.stopping:
             self.finished()
 
@@ -99,7 +111,7 @@ class SinkDelivery(Delivery):
         cursor.waiting = False
 
     def _take(self) -> list[Entry]:
-        batch: list[Entry] = []
+        self._batch = batch = []
         size = 0
         first = self.cursor.take()
         while first is not None:
@@ -164,7 +176,8 @@ class SinkDelivery(Delivery):
                 return False
             await self._sulk(attempt)
             return not self.ended
-        if attempt > self.subscriber.options.retries or not isinstance(error, Exception) or isinstance(error, SinkGone):
+        final = self.stopping or not isinstance(error, Exception) or isinstance(error, SinkGone)
+        if final or attempt > self.subscriber.options.retries:
             return False
         self.cursor.retried += 1
         await self.host.sleep(backoff_s(attempt))
@@ -180,6 +193,7 @@ class SinkDelivery(Delivery):
             self.cursor.waiting = False
 
     def _give_up(self, batch: list[Entry], error: BaseException) -> None:
+        self.bus._failures.owe(self.subscriber, batch[0], error)
         if self.cursor.settle_batch(batch, "failed"):
             self.bus._failures.told(self.subscriber, batch[-1], error)
         if isinstance(error, SinkGone):
@@ -187,8 +201,10 @@ class SinkDelivery(Delivery):
 
     async def _leave_running(self, call: _Call, batch: list[Entry]) -> None:
         """The delivery has timed out; its IO goes on, and the next one waits for it."""
+        error = self._timeout_error()
+        self.bus._failures.owe(self.subscriber, batch[0], error)
         if self.cursor.settle_batch(batch, "timed_out"):
-            self.bus._failures.told(self.subscriber, batch[-1], TimeoutError(self._timeout_text()))
+            self.bus._failures.told(self.subscriber, batch[-1], error)
         await self._finish(call, self.timeout_s)
         if call.ok:
             self.cursor.late_ok += len(batch)
