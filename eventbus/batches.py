@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eventbus.events import Log, LRChange, TrainBatchEnd, TrainBatchStart
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from eventbus.bus import EventBus
     from eventbus.rates import Optimizer
 
-__all__ = ["Batches", "length_of", "positive", "size_of"]
+__all__ = ["Batches", "length_of", "positive", "setter", "size_of"]
 
 
 class Batches(Lifecycle):
@@ -160,6 +161,15 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
     return value
+
+
+def setter(owner: object, name: str, check: Callable[[str, Any], Any] = positive) -> Callable[[Any], None]:
+    """A function that sets an attribute to a value that `check` lets pass, for `Control.set`."""
+    return partial(_set, owner, name, check)  # no closure, so that a run can be pickled
+
+
+def _set(owner: object, name: str, check: Callable[[str, Any], Any], value: Any) -> None:
+    setattr(owner, name, check(name, value))
 
 
 def length_of(loader: Any) -> int | None:

@@ -38,9 +38,14 @@ def number(value: Any) -> Any:
         return float(value)
     if math.prod(getattr(value, "shape", (0,))) != 1:
         raise TypeError(f"{_what(value)} is no number; give a number or a one-element tensor.")
-    if getattr(getattr(value, "device", None), "type", "cpu") != "cpu":
+    if not is_on_host(value):
         return value.detach().reshape(())
     return float(value.detach() if hasattr(value, "detach") else value)
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether reading a tensor or array waits for no device."""
+    return getattr(getattr(value, "device", None), "type", "cpu") == "cpu"
 
 
 def _what(value: object) -> str:

@@ -82,6 +82,10 @@ class Lifecycle:
         self.inbox: Inbox | None = None
         self._began = monotonic()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process is not the run: nobody can ask it for anything."""
+        return self.__dict__ | {"inbox": None}
+
     def publish(self, kind: type[Event], **fields: Any) -> None:
         """Publish an event of this run."""
         self.bus.publish(kind(run=self.run, rank=self.rank, attempt=self.attempt, **fields))
@@ -167,6 +171,7 @@ class Lifecycle:
             steps.append(self.inbox.close)
         steps += [self._tell_end, lambda: self.publish(Teardown, reason=self.reason)]
         raised = [caught for step in steps if (caught := _caught(step)) is not None]
+        self.inbox = None
         for caught in raised:
             _log.error("Run %r: something failed while it was ending.", self.run, exc_info=caught)
         return next((caught for caught in raised if not isinstance(caught, Exception)), None)

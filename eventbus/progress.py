@@ -12,7 +12,7 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from eventbus.batches import Batches, length_of, positive
+from eventbus.batches import Batches, length_of, setter
 from eventbus.events import FitEpochEnd, TrainEpochEnd, TrainEpochStart
 from eventbus.fitness import Fitness, Means, Sums, qualified
 from eventbus.rates import Refused, rates_of
@@ -51,7 +51,7 @@ class Progress(Batches):
         self.fitness = fitness if fitness is not None else Fitness()
         #: What `control.set` may change, and how to; a setter raises `ValueError` for a wrong value.
         self.settings: dict[str, Callable[[Any], None]] = {
-            name: self._setter(name) for name in ("epochs", "log_every", "max_steps")
+            name: setter(self, name) for name in ("epochs", "log_every", "max_steps")
         }
         self.is_paused = False
         #: Whether the epoch was cut short, and whether its metrics have those of a validation.
@@ -207,6 +207,3 @@ class Progress(Batches):
 
     def rates_set(self, old: tuple[float, ...], new: tuple[float, ...]) -> None:
         """Told after a request has set the learning rates."""
-
-    def _setter(self, name: str) -> Callable[[Any], None]:
-        return lambda value: setattr(self, name, positive(name, value))

@@ -47,14 +47,15 @@ def _like(batch: Any, moved: dict[Any, Any]) -> Any:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluate without gradients; afterwards each module is again in the mode it was in, frozen ones too."""
-    trained = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in trained:
-            module.training = True
+        model.train(modes[0][1])  # a module may do more than set its mode
+        for module, mode in modes:
+            module.training = mode
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

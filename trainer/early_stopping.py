@@ -67,7 +67,7 @@ class EarlyStopping(Callback):
 
     def _words(self, metric: str | None) -> str:
         best = "a number" if self.best_value is None else f"{self.best_value:.6g}"
-        return f"{metric} has not improved on {best} for {self.waited} epochs"
+        return f"{metric} has not improved on {best} for {self.waited} epoch{'s'[: self.waited != 1]}"
 
     def _stop(self, trainer: Trainer) -> None:
         trainer.bus.control.stop(self.reason, run=trainer.run, requester=type(self).__name__)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from eventbus.batches import positive
 from eventbus.progress import Progress
 from eventbus.request import Request
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from eventbus.fitness import Sums
     from trainer.ranks import Ranks
 
-__all__ = ["Fitting", "owed", "positive_number", "setting"]
+__all__ = ["Fitting", "owed", "positive_number"]
 
 
 class Fitting(Progress):
@@ -106,11 +105,6 @@ def owed(end: Callable[[], None]) -> Iterator[None]:
             error.add_note(f"while this went up, a hook failed too: {type(late).__name__}: {late}")
         raise
     end()
-
-
-def setting(owner: object, name: str, *, check: Callable[[str, Any], Any] = positive) -> Callable[[Any], None]:
-    """A setter for `Control.set`, for an attribute of the trainer or the job."""
-    return lambda value: setattr(owner, name, check(name, value))
 
 
 def positive_number(name: str, value: Any) -> float | None:

@@ -68,7 +68,6 @@ def set_up(trainer: Trainer, job: Job) -> None:
 def train(trainer: Trainer, job: Job) -> None:
     """The training part of one epoch."""
     run = trainer.progress
-    trainer.model.train()
     for batch in run.iterate(job.train_loader, trainer.accumulate):
         train_batch(trainer, batch)
         run.end_batch()

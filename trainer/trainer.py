@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from eventbus.batches import positive
+from eventbus.batches import positive, setter
 from eventbus.bus import EventBus
 from eventbus.events import Log, ParamsUpdate
 from eventbus.fitness import Fitness, Mode
@@ -23,7 +24,7 @@ from trainer.attributes import Attributes
 from trainer.callbacks import Callbacks
 from trainer.delivery import Delivery
 from trainer.devices import choose_device, unwrapped
-from trainer.fitting import Fitting, positive_number, setting
+from trainer.fitting import Fitting, positive_number
 from trainer.job import FitResult, Job
 from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
@@ -144,7 +145,10 @@ class Trainer(Steps, Callbacks, Attributes):
         self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader
         self._fits += 1
         with self._delivery.session(is_training=True), StopSignals(self.signals, self._stop_by_signal):
-            loop.fit(self, job)
+            try:
+                loop.fit(self, job)
+            finally:
+                self.batch = None  # it may be large, and on the GPU
         return self._result()
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
@@ -196,6 +200,8 @@ class Trainer(Steps, Callbacks, Attributes):
         if self.seed is not None:
             seed_everything(self.seed)
         self.model.to(self.device)
+        if not self.model.training:  # else its parts are in the modes they are meant to be in
+            self.model.train()
         self.optimizer.zero_grad()
         if self._signal:  # it struck before the run could be asked
             self.progress.stop(self._signal)
@@ -231,13 +237,13 @@ class Trainer(Steps, Callbacks, Attributes):
         fitness = Fitness(self.monitor, self.mode)
         run = Fitting(self.bus, plan, optimizer=self.optimizer, fitness=fitness, log_every=self.log_every)
         run.ranks = self._ranks
-        run.saver = lambda: saving.save_now(self)
-        run.on_rates_set = lambda old, new: rescale(self.scheduler, old, new)
+        run.saver = partial(saving.save_now, self)
+        run.on_rates_set = partial(rescale, self.scheduler)
         run.watches_rates = self.schedule != "step"
-        run.settings["clip_norm"] = setting(self, "clip_norm", check=positive_number)
+        run.settings["clip_norm"] = setter(self, "clip_norm", positive_number)
         if job is not None:
             run.has_validation = job.val_loader is not None
-            run.settings |= {name: setting(job, name) for name in ("save_every", "validate_every")}
+            run.settings |= {name: setter(job, name) for name in ("save_every", "validate_every")}
         self.progress = run
         self._signal = ""
 
