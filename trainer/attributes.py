@@ -12,8 +12,10 @@ from eventbus.rates import rates_of
 if TYPE_CHECKING:
     import torch
 
+    from eventbus.bus import EventBus
     from trainer.checkpoint import ModelCheckpoint
     from trainer.fitting import Fitting
+    from trainer.ranks import Ranks
 
 __all__ = ["Attributes"]
 
@@ -21,6 +23,8 @@ __all__ = ["Attributes"]
 class Attributes:
     """What a hook may read on the live trainer, between the events it is told of."""
 
+    bus: EventBus
+    ranks: Ranks
     progress: Fitting
     optimizer: torch.optim.Optimizer
     checkpoints: list[ModelCheckpoint]
@@ -153,9 +157,9 @@ class Attributes:
     @property
     def rank(self) -> int:
         """This process's number in a distributed run."""
-        return self.progress.ranks.rank
+        return self.bus.rank if self.ranks.is_alone else self.ranks.rank
 
     @property
     def world_size(self) -> int:
         """How many processes the run has."""
-        return self.progress.ranks.world_size
+        return self.ranks.world_size

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from eventbus.errors import WouldBlockError
-from trainer.fitting import owed
 
 if TYPE_CHECKING:
     from eventbus.bus import EventBus
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "owed"]
 
 _log = logging.getLogger("trainbus")
 
@@ -58,3 +57,17 @@ class Delivery:
             return
         if not is_done:
             _log.warning("Not every event was delivered within %g s.", self._timeout_s)
+
+
+@contextmanager
+def owed(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` whatever happens; after an error, what it raises does not take that error's place."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as late:  # noqa: BLE001  # the first error is the one to show
+            error.add_note(f"while this went up, a hook failed too: {type(late).__name__}: {late}")
+        raise
+    end()

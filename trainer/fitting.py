@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from eventbus.batches import setter
+from eventbus.fitness import Fitness
 from eventbus.progress import Progress
 from eventbus.request import Request
+from trainer import saving
+from trainer.schedule import rescale
 
 if TYPE_CHECKING:
     from eventbus.fitness import Sums
+    from eventbus.lifecycle import Plan
+    from trainer.job import Job
     from trainer.ranks import Ranks
+    from trainer.trainer import Trainer
 
-__all__ = ["Fitting", "owed", "positive_number"]
+__all__ = ["Fitting", "make_run", "positive_number"]
 
 
 class Fitting(Progress):
@@ -93,20 +101,6 @@ def _as_told(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in names} | {"arguments": dict(request.arguments)}
 
 
-@contextmanager
-def owed(end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` whatever happens; after an error, what it raises does not take that error's place."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            end()
-        except Exception as late:  # noqa: BLE001  # the first error is the one to show
-            error.add_note(f"while this went up, a hook failed too: {type(late).__name__}: {late}")
-        raise
-    end()
-
-
 def positive_number(name: str, value: Any) -> float | None:
     """A number above 0, or None for none; raises `ValueError` otherwise."""
     if value is None:
@@ -114,3 +108,19 @@ def positive_number(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError(f"{name} must be a number above 0 or None, not {value!r}")
     return float(value)
+
+
+def make_run(trainer: Trainer, plan: Plan, job: Job | None) -> Fitting:
+    """The run of a trainer: of a job, or an idle one for what is done outside of a training."""
+    plan = replace(plan, run=trainer.run, rank=trainer.rank, config=vars(trainer.args))
+    fitness = Fitness(trainer.monitor, trainer.mode)
+    run = Fitting(trainer.bus, plan, optimizer=trainer.optimizer, fitness=fitness, log_every=trainer.log_every)
+    run.ranks = trainer.ranks
+    run.saver = partial(saving.save_now, trainer)
+    run.on_rates_set = partial(rescale, trainer.scheduler)
+    run.watches_rates = trainer.schedule != "step"
+    run.settings["clip_norm"] = setter(trainer, "clip_norm", positive_number)
+    if job is not None:
+        run.has_validation = job.val_loader is not None
+        run.settings |= {name: setter(job, name) for name in ("save_every", "validate_every")}
+    return run

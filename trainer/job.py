@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.fitting import Fitting
+    from trainer.trainer import Trainer
 
-__all__ = ["FitResult", "Job"]
+__all__ = ["FitResult", "Job", "result_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +79,20 @@ def _is_due_after_step(every: int | None, run: Fitting) -> bool:
     if every is None or not run.counts_in_steps or run.reached_max_steps:
         return False
     return run.has_updated and run.step % every == 0
+
+
+def result_of(trainer: Trainer) -> FitResult:
+    """How the run of a trainer ended."""
+    run, last, best = trainer.progress, trainer.last, trainer.best
+    return FitResult(
+        reason=run.reason,
+        stop_reason=run.stop_reason,
+        epoch=run.epoch if run.begun_epochs else None,
+        step=run.step,
+        metrics=dict(run.metrics),
+        best_fitness=run.best_fitness,
+        seconds=run.seconds,
+        run=run.run,
+        last=last if last is not None and last.exists() else None,
+        best=best if best is not None and best.exists() else None,
+    )

@@ -28,8 +28,8 @@ from eventbus.batches import length_of, size_of
 from eventbus.fitness import Means, qualified
 from eventbus.rates import rates_of
 from trainer import state
+from trainer.delivery import owed
 from trainer.devices import evaluating, move
-from trainer.fitting import owed
 from trainer.outcome import read_step, read_validation, samples
 from trainer.schedule import plateau_metric
 
@@ -61,6 +61,7 @@ def set_up(trainer: Trainer, job: Job) -> None:
     trainer.prepare()
     if job.checkpoint is not None:
         state.restore(trainer, job.checkpoint)
+        job.checkpoint = None  # as large as the model
         run = trainer.progress
         run.publish(events.CheckpointLoad, path=str(job.checkpoint_path), epoch=run.start_epoch, step=run.step)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from eventbus import events
 from eventbus.batches import size_of
+from trainer.delivery import owed
 from trainer.devices import evaluating, move
-from trainer.fitting import owed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

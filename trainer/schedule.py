@@ -7,14 +7,19 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-__all__ = ["moment_of", "plateau_metric", "rescale"]
+__all__ = ["plateau_metric", "rescale", "schedule_of"]
 
 
-def moment_of(scheduler: Any, every: str) -> str | None:
-    """When a scheduler steps: "validation" when it follows a metric, else every "epoch" or "step"; None without one."""
+def schedule_of(scheduler: Any, optimizer: Any, every: str) -> tuple[Any, str | None]:
+    """The scheduler, made from the optimizer if it is a function of one, and when it steps.
+
+    That is "validation" when it follows a metric, else every "epoch" or "step"; None without one.
+    """
+    if callable(scheduler) and not hasattr(scheduler, "step"):
+        scheduler = scheduler(optimizer)
     if scheduler is None:
-        return None
-    return "validation" if isinstance(scheduler, ReduceLROnPlateau) else every
+        return None, None
+    return scheduler, "validation" if isinstance(scheduler, ReduceLROnPlateau) else every
 
 
 def plateau_metric(names: Sequence[str], metrics: Mapping[str, float]) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +14,10 @@ from trainer.devices import unwrapped
 from trainer.randomness import rng_state, set_rng_state
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trainer.callback import Callback
     from trainer.trainer import Trainer
 
-__all__ = ["collect", "read_checkpoint", "restore"]
+__all__ = ["collect", "find_checkpoint", "read_checkpoint", "restore"]
 
 _FORMAT = 1
 _log = logging.getLogger("trainbus")
@@ -43,6 +43,16 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "run": run.run,
         "attempt": run.attempt,
     }
+
+
+def find_checkpoint(
+    resume: str | os.PathLike[str] | None, last: Path | None
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """The checkpoint to resume from and what is in it; "auto" is `last`, when that is there."""
+    path = last if resume == "auto" else None if resume is None else Path(resume)
+    if path is None or (resume == "auto" and not path.exists()):
+        return None, None
+    return path, read_checkpoint(path)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

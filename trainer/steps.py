@@ -69,13 +69,16 @@ class Steps:
         """Make the gradients of `batches` batches final: unscaled, their mean, clipped; the norm is before clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+        is_full = batches == self.accumulate  # else the losses were divided by the size of a full group
+        if is_full and self.clip_norm is None and not wants_norm:
+            return None
         gradients = [
             parameter.grad
             for group in self.optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if batches != self.accumulate:  # a smaller group: the losses were divided by the size of a full one
+        if not is_full:
             for gradient in gradients:
                 gradient.mul_(self.accumulate / batches)
         if not gradients or (self.clip_norm is None and not wants_norm):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,24 +12,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from eventbus.batches import positive, setter
+from eventbus.batches import positive
 from eventbus.bus import EventBus
 from eventbus.events import Log, ParamsUpdate
-from eventbus.fitness import Fitness, Mode
+from eventbus.fitness import Mode
 from eventbus.lifecycle import Plan
 from trainer import export, loop, prediction, saving
 from trainer.attributes import Attributes
 from trainer.callbacks import Callbacks
 from trainer.delivery import Delivery
 from trainer.devices import choose_device, unwrapped
-from trainer.fitting import Fitting, positive_number
-from trainer.job import FitResult, Job
+from trainer.fitting import make_run, positive_number
+from trainer.job import FitResult, Job, result_of
 from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
-from trainer.schedule import moment_of, rescale
+from trainer.schedule import schedule_of
 from trainer.settings import settings_of
 from trainer.signals import StopSignals
-from trainer.state import read_checkpoint
+from trainer.state import find_checkpoint
 from trainer.steps import Steps
 
 if TYPE_CHECKING:
@@ -88,9 +86,7 @@ class Trainer(Steps, Callbacks, Attributes):
         self.model = model
         self.loss_fn = loss
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
-        is_factory = callable(scheduler) and not hasattr(scheduler, "step")
-        self.scheduler = scheduler(self.optimizer) if is_factory else scheduler
-        self.schedule = moment_of(self.scheduler, scheduler_every)
+        self.scheduler, self.schedule = schedule_of(scheduler, self.optimizer, scheduler_every)
         self.scaler = scaler
         self.device = choose_device(device)
         self.seed = seed
@@ -99,13 +95,8 @@ class Trainer(Steps, Callbacks, Attributes):
         self.log_every = positive("log_every", log_every)
         self.signals = tuple(signals)
         self.monitor, self.mode = monitor, mode
-        self._ranks = Ranks()
-        self.bus = bus if bus is not None else EventBus(run=run)
-        self._delivery = Delivery(self.bus, is_own=bus is None, timeout_s=flush_timeout)
-        self.run = self._ranks.gather(run if run is not None else self.bus.run)[0]
-        if not self._ranks.is_alone:
-            self.bus.run, self.bus.rank = self.run, self._ranks.rank
-        self.save_dir = _filled_in(save_dir, self.run, self._ranks.rank)
+        self._join(bus, run, flush_timeout)
+        self.save_dir = _filled_in(save_dir, self.run, self.rank)
         self._fits = 0
         self._signal = ""
         self._set_up_callbacks(callbacks, on_callback_error)
@@ -132,6 +123,8 @@ class Trainer(Steps, Callbacks, Attributes):
         checkpoint, or "auto" for this run's ``last.pt`` when there is one; an epoch that was cut short is trained
         again from its start. Raises what the model, the loaders or a raising callback raise.
         """
+        if self.progress.inbox is not None:
+            raise RuntimeError("This trainer is training already; a callback that trains needs a trainer of its own.")
         checks = {"epochs": epochs, "max_steps": max_steps, "validate_every": validate_every, "save_every": save_every}
         for name, value in checks.items():
             if value is not None:
@@ -140,8 +133,9 @@ class Trainer(Steps, Callbacks, Attributes):
             raise ValueError("Say how long to train: epochs= or max_steps=.")
         if val_loader is None and self.monitor is not None and self.monitor.startswith("val"):
             raise ValueError(f"monitor={self.monitor!r} needs a val_loader.")
-        job = Job(train_loader, val_loader, test_loader, validate_every, save_every, *self._checkpoint(resume))
-        self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=self._attempt(job)), job)
+        job = Job(train_loader, val_loader, test_loader, validate_every, save_every, *find_checkpoint(resume, self.last))
+        attempt = self._fits if job.checkpoint is None else max(self._fits, int(job.checkpoint["attempt"]) + 1)
+        self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=attempt), job)
         self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader
         self._fits += 1
         with self._delivery.session(is_training=True), StopSignals(self.signals, self._stop_by_signal):
@@ -149,7 +143,7 @@ class Trainer(Steps, Callbacks, Attributes):
                 loop.fit(self, job)
             finally:
                 self.batch = None  # it may be large, and on the GPU
-        return self._result()
+        return result_of(self)
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Evaluate on a loader (phase "standalone"), in every process of the run; returns the metrics by bare name."""
@@ -231,50 +225,22 @@ class Trainer(Steps, Callbacks, Attributes):
     # -------------------------------------------------------------------------------------------------- inside
 
     def _begin(self, plan: Plan, job: Job | None = None) -> None:
-        rank = None if self._ranks.is_alone else self._ranks.rank
         self.args = SimpleNamespace(**settings_of(self, plan))
-        plan = replace(plan, run=self.run, rank=rank, config=vars(self.args))
-        fitness = Fitness(self.monitor, self.mode)
-        run = Fitting(self.bus, plan, optimizer=self.optimizer, fitness=fitness, log_every=self.log_every)
-        run.ranks = self._ranks
-        run.saver = partial(saving.save_now, self)
-        run.on_rates_set = partial(rescale, self.scheduler)
-        run.watches_rates = self.schedule != "step"
-        run.settings["clip_norm"] = setter(self, "clip_norm", positive_number)
-        if job is not None:
-            run.has_validation = job.val_loader is not None
-            run.settings |= {name: setter(job, name) for name in ("save_every", "validate_every")}
-        self.progress = run
+        self.progress = make_run(self, plan, job)
         self._signal = ""
 
-    def _checkpoint(self, resume: str | os.PathLike[str] | None) -> tuple[Path | None, Mapping[str, Any] | None]:
-        path = self.last if resume == "auto" else None if resume is None else Path(resume)
-        if path is None or (resume == "auto" and not path.exists()):
-            return None, None
-        return path, read_checkpoint(path)
-
-    def _attempt(self, job: Job) -> int:
-        return self._fits if job.checkpoint is None else max(self._fits, int(job.checkpoint["attempt"]) + 1)
+    def _join(self, bus: EventBus | None, run: str | None, flush_timeout: float) -> None:
+        self.ranks = Ranks()
+        self.bus = bus if bus is not None else EventBus(run=run)
+        self.run = self.ranks.gather(run if run is not None else self.bus.run)[0]
+        if not self.ranks.is_alone:
+            self.bus.run, self.bus.rank = self.run, self.ranks.rank
+        self._delivery = Delivery(self.bus, is_own=bus is None, timeout_s=flush_timeout)
 
     def _stop_by_signal(self, name: str) -> None:
         self._signal = name
         if self.progress.inbox is not None:
             self.bus.control.stop(name, run=self.run, requester="signal")
-
-    def _result(self) -> FitResult:
-        run = self.progress
-        return FitResult(
-            reason=run.reason,
-            stop_reason=run.stop_reason,
-            epoch=run.epoch if run.begun_epochs else None,
-            step=run.step,
-            metrics=dict(run.metrics),
-            best_fitness=run.best_fitness,
-            seconds=run.seconds,
-            run=run.run,
-            last=self.last if self.last is not None and self.last.exists() else None,
-            best=self.best if self.best is not None and self.best.exists() else None,
-        )
 
 
 def _filled_in(save_dir: str | os.PathLike[str] | None, run: str, rank: int) -> Path | None:

@@ -20,7 +20,7 @@ __all__ = ["TimedTrainer", "digits_trainer", "load_digits_loaders"]
 Batch = list[torch.Tensor]
 
 
-def load_digits_loaders(batch_size: int = 32) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
+def load_digits_loaders(batch_size: int = 32) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """scikit-learn's digits, 1,797 images of 8 × 8 pixels, four fifths of them to train on; always the same split."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # (N, 1, 8, 8), 0 to 1
