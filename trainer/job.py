@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from eventbus.batches import positive
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from trainer.fitting import Fitting
     from trainer.trainer import Trainer
 
-__all__ = ["FitResult", "Job", "result_of"]
+__all__ = ["FitResult", "Job", "check_counts", "result_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,15 @@ class Job:
     def saves_step(self, run: Fitting) -> bool:
         """Whether a checkpoint is due between two batches."""
         return _is_due_after_step(self.save_every, run)
+
+
+def check_counts(*, epochs: int | None, max_steps: int | None, **others: int | None) -> None:
+    """Raise `ValueError` for a number that counts nothing, and for a training without an end."""
+    for name, value in {"epochs": epochs, "max_steps": max_steps, **others}.items():
+        if value is not None:
+            positive(name, value)
+    if epochs is None and max_steps is None:
+        raise ValueError("Say how long to train: epochs= or max_steps=.")
 
 
 def _is_due_after_epoch(every: int | None, run: Fitting) -> bool:

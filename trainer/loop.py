@@ -151,7 +151,8 @@ def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str
     run = trainer.progress
     place = {"epoch": None if phase == "standalone" else run.epoch, "phase": phase}
     metrics: dict[str, float] = {}
-    with owed(lambda: run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)), trainer.doing(phase):
+    doing = "val" if phase == "fit" else phase
+    with owed(lambda: run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)), trainer.doing(doing):
         run.publish(events.ValStart, step=run.step, **place)
         with evaluating(trainer.model):
             metrics |= validate_batches(trainer, loader, place)

@@ -23,7 +23,7 @@ from trainer.callbacks import Callbacks
 from trainer.delivery import Delivery
 from trainer.devices import choose_device, unwrapped
 from trainer.fitting import make_run, positive_number
-from trainer.job import FitResult, Job, result_of
+from trainer.job import FitResult, Job, check_counts, result_of
 from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
 from trainer.schedule import schedule_of
@@ -124,16 +124,12 @@ class Trainer(Steps, Callbacks, Attributes):
         again from its start. Raises what the model, the loaders or a raising callback raise.
         """
         if self.progress.inbox is not None:
-            raise RuntimeError("This trainer is training already; a callback that trains needs a trainer of its own.")
-        checks = {"epochs": epochs, "max_steps": max_steps, "validate_every": validate_every, "save_every": save_every}
-        for name, value in checks.items():
-            if value is not None:
-                positive(name, value)
-        if epochs is None and max_steps is None:
-            raise ValueError("Say how long to train: epochs= or max_steps=.")
+            raise RuntimeError("This trainer is training already; in a callback, train with another one.")
+        check_counts(epochs=epochs, max_steps=max_steps, validate_every=validate_every, save_every=save_every)
         if val_loader is None and self.monitor is not None and self.monitor.startswith("val"):
             raise ValueError(f"monitor={self.monitor!r} needs a val_loader.")
-        job = Job(train_loader, val_loader, test_loader, validate_every, save_every, *find_checkpoint(resume, self.last))
+        found = find_checkpoint(resume, self.last)
+        job = Job(train_loader, val_loader, test_loader, validate_every, save_every, *found)
         attempt = self._fits if job.checkpoint is None else max(self._fits, int(job.checkpoint["attempt"]) + 1)
         self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=attempt), job)
         self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader

@@ -264,3 +264,31 @@ def test_every_hook_that_a_trainer_can_fire_is_fired_by_some_path(bus: EventBus,
         trainer.fit([], epochs=1)
     ours = {hook for hook, kind in EVENTS.items() if kind.__module__ == "eventbus.events"}
     assert ours - set(seen.hooks) - SUBSCRIBER_HOOKS == set()
+
+
+def test_fit_inside_of_fit_is_refused(bus: EventBus) -> None:
+    errors: list[str] = []
+
+    def nested(trainer: Any) -> None:
+        try:
+            trainer.fit(batches(1), epochs=1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    trainer = make_trainer(bus)
+    trainer.add_callback("on_train_start", nested)
+    trainer.fit(batches(1), epochs=1)
+    assert errors == ["This trainer is training already; in a callback, train with another one."]
+
+
+def test_validating_and_predicting_inside_of_a_training(bus: EventBus) -> None:
+    """A callback may do both; the run's counters and its phase are left alone."""
+    trainer = make_trainer(bus)
+    results: list[Any] = []
+    trainer.add_callback("on_train_epoch_end", lambda t: results.append(t.validate(batches(2))))
+    trainer.add_callback("on_train_epoch_end", lambda t: results.append(len(list(t.predict(batches(2))))))
+    seen = Recorder(bus)
+    assert trainer.fit(batches(2), epochs=1).reason == "completed"
+    assert (set(results[0]), results[1]) == ({"loss"}, 2)
+    assert (seen.one("on_val_end").phase, seen.one("on_val_end").epoch) == ("standalone", None)
+    assert set(seen.one("on_fit_epoch_end").metrics) == {"train/loss"}

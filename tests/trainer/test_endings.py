@@ -183,7 +183,7 @@ def test_an_exception_in_validation(bus: EventBus, seen: Recorder) -> None:
     assert seen.hooks == [
         *BEGIN, "on_train_epoch_start", *INNER, "on_train_epoch_end", *VAL, "on_fit_epoch_end", "on_exception", *END,
     ]  # fmt: skip
-    assert (seen.one("on_exception").phase, seen.one("on_fit_epoch_end").partial) == ("fit", True)
+    assert (seen.one("on_exception").phase, seen.one("on_fit_epoch_end").partial) == ("val", True)
     assert trainer.model.training
 
 
