@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,17 +14,22 @@ __all__ = ["Conditions"]
 class Conditions:
     """The conditions of one subscriber, asked about each event it hears, in the order of the events.
 
-    Exact under several threads: a count is drawn, and `once` claimed, without a call in between.
+    Exact under several threads: what is drawn or claimed is stored without a call in between. And exact across a
+    Ctrl-C: a feeder that was interrupted asks about the last event again, and gets the same answer.
     """
 
-    __slots__ = ("_counts", "_last_s", "_options", "spent")
+    __slots__ = ("_claimed", "_counted", "_counts", "_due", "_last_s", "_options", "spent")
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._counts: dict[str, count[int]] = {}
+        # By hook: how many there were, and the last one counted; when one was due last, and which that was.
+        self._counts: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
         self._last_s: dict[str, float] = {}
-        #: `once` is over.
+        self._due: dict[str, int] = {}
+        #: `once` is over, and this event was it.
         self.spent = False
+        self._claimed = 0
 
     @classmethod
     def of(cls, options: Options) -> Conditions | None:
@@ -37,25 +41,41 @@ class Conditions:
     def admit(self, event: Event) -> bool:
         """Whether the subscriber gets this event; raises what its `when` raises."""
         options = self._options
-        if self.spent or (options.when is not None and not options.when(event)):
+        if self.spent and event.seq != self._claimed:
             return False
-        if options.every > 1 and next(self._counts.setdefault(event.hook, count(1))) % options.every:
+        if options.when is not None and not options.when(event):
+            return False
+        if options.every > 1 and self._count(event) % options.every:
             return False
         if options.every_s is not None and not self._is_due(event, options.every_s):
             return False
-        if options.once:
-            return self._claim()
-        return True
+        return not options.once or self._claim(event)
 
-    def _claim(self) -> bool:
-        """Whether this thread is the one that gets the event of `once`; a test and a store without a call between."""
-        if self.spent:
-            return False
-        self.spent = True
-        return True
+    def _count(self, event: Event) -> int:
+        """Which of its hook it is, from 1."""
+        hook, counts = event.hook, self._counts
+        counts.setdefault(hook, 0)
+        if self._counted.get(hook) != event.seq:
+            counts[hook] += 1
+            number = counts[hook]
+            self._counted[hook] = event.seq
+            return number
+        return counts[hook]
 
     def _is_due(self, event: Event, every_s: float) -> bool:
-        if event.time - self._last_s.get(event.hook, float("-inf")) < every_s:
+        hook, last_s = event.hook, self._last_s
+        if self._due.get(hook) == event.seq:
+            return True
+        if hook in last_s and event.time - last_s[hook] < every_s:
             return False
-        self._last_s[event.hook] = event.time
+        last_s[hook] = event.time
+        self._due[hook] = event.seq
+        return True
+
+    def _claim(self, event: Event) -> bool:
+        """Whether it is the one event of `once`."""
+        if self.spent:
+            return event.seq == self._claimed
+        self._claimed = event.seq
+        self.spent = True
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from threading import current_thread, main_thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,8 @@ class Queued(Subscription):
         self.heard = filter
         self.cursor = cursor_for(options)
         self.timeout_s = options.timeout_s(kind)
+        #: The last event that the conditions were asked about; its answer may not have been acted upon.
+        self._judged = 0
         #: How many drops were announced.
         self.drops_told = 0
 
@@ -146,16 +149,20 @@ class Queued(Subscription):
             if batch:
                 self.cursor.feed(batch, size)
             return
-        chosen = [entry for entry in batch if entry.seq > self.cursor.seq and self._admits(conditions, entry)]
-        if chosen:
-            self.cursor.feed(chosen, sum(entry.size for entry in chosen))
+        for entry in batch:  # one by one: an event that fails at `when` is counted in its place
+            if entry.seq >= self._judged and entry.seq > self.cursor.seq:
+                self._judged = entry.seq
+                if self._admits(conditions, entry):
+                    self.cursor.feed((entry,), entry.size)
         if conditions.spent:
             self._bus._spent(self)
 
     def _admits(self, conditions: Conditions, entry: Entry) -> bool:
         try:
             return conditions.admit(entry.event)
-        except Exception as error:  # noqa: BLE001  # a foreign predicate
+        except BaseException as error:  # a foreign predicate
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                raise  # a real one: who feeds next judges this event again
             self.cursor.misjudge(entry)
             self._bus._log.errors.append((self.name, error))
             return False
