@@ -19,9 +19,10 @@ from eventbus.events import (
     Teardown,
     TrainEnd,
 )
-from eventbus.notices import Notices
+from eventbus.notices import Notices, logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from eventbus.log import Entry
@@ -47,7 +48,7 @@ class Failures:
 
     def told(self, subscriber: Queued, entry: Entry | None, error: BaseException) -> None:
         """A queued subscriber failed, or its sink cannot open or take events; called by its worker."""
-        self._tell(subscriber, entry.event if entry is not None else None, error)
+        self._attempt(self._tell, subscriber, entry.event if entry is not None else None, error)
 
     def owe(self, subscriber: Queued, entry: Entry, error: BaseException) -> None:
         """Keep what is to be raised; called before the event is settled, so that a publish after `flush` raises it."""
@@ -61,14 +62,16 @@ class Failures:
     def hook_failed(self, hook: InlineHook, event: Event, error: Exception) -> None:
         """An inline hook failed; called on the publishing thread."""
         if hook.options.on_error == "isolate":
-            self._tell(hook, event, error)
+            try:
+                self._tell(hook, event, error)
+            except Exception as raised:  # noqa: BLE001  # by foreign code, as in `_attempt`
+                _complain(raised)
 
     def gone(self, subscriber: Queued, entry: Entry, error: BaseException) -> None:
         """A sink's receiver wants no more: switch the subscriber off."""
         self._bus._close_subscription(subscriber, "disabled")
-        self._bus.publish(
-            SubscriberDisabled(subscriber=subscriber.name, failed_hook=entry.event.hook, reason=_reason(error))
-        )
+        disabled = SubscriberDisabled(subscriber=subscriber.name, failed_hook=entry.event.hook, reason=_reason(error))
+        self._attempt(self._bus.publish, disabled)
 
     def _tell(self, subscriber: Subscription, event: Event | None, error: BaseException) -> None:
         hook = event.hook if event is not None else "its sink"
@@ -86,8 +89,18 @@ class Failures:
                 )
             )  # fmt: skip
 
+    def _attempt(self, report: Callable[..., object], *about: object) -> None:
+        """Log or publish something from the bus side; what foreign log handlers and hooks raise there ends nobody."""
+        try:
+            report(*about)
+        except BaseException as error:  # noqa: BLE001
+            _complain(error)
+
     def loop_held(self, subscriber: Queued, seconds: float) -> None:
         """A handler held the loop without awaiting."""
+        self._attempt(self._tell_hold, subscriber, seconds)
+
+    def _tell_hold(self, subscriber: Queued, seconds: float) -> None:
         self.notices.say(
             logging.WARNING, f"held {subscriber.name}",
             "Subscriber %r held the bus loop for %.0f ms without awaiting, and with it every other subscriber there. "
@@ -97,6 +110,9 @@ class Failures:
 
     def tell_losses(self) -> None:
         """Announce what was dropped since the last time, and what went wrong while feeding; called by the pump."""
+        self._attempt(self._tell_losses)
+
+    def _tell_losses(self) -> None:
         errors = self._bus._log.errors
         while errors:
             name, error = errors.popleft()
@@ -153,6 +169,17 @@ def _is_intruding(frame: FrameType | None) -> bool:
     return False
 
 
+def _complain(error: BaseException) -> None:
+    try:
+        logger.error("Reporting a failure of a subscriber failed: %s", _reason(error), exc_info=error)
+    except BaseException:  # noqa: BLE001  # it is the log that fails
+        pass
+
+
 def _reason(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001  # a broken __str__ hides nothing but itself
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
