@@ -1,8 +1,9 @@
 """An asynchronous event bus for training: typed hook events, awaitable subscribers, and a GPU step that never waits."""
 
+from typing import TYPE_CHECKING, Any
+
 from eventbus.bus import EventBus
 from eventbus.codec import decode, encode
-from eventbus.control import Control, Request
 from eventbus.errors import (
     AlreadyStartedError,
     DecodeError,
@@ -67,7 +68,12 @@ from eventbus.sink import Batch, Sink, encoded
 from eventbus.stats import SubscriberStats
 from eventbus.stream import Stream
 from eventbus.subscription import Subscription
-from eventbus.track import track
+
+if TYPE_CHECKING:
+    from eventbus.control import Control, Request
+    from eventbus.track import track
+
+_LATER = {"Control": "eventbus.control", "Request": "eventbus.request", "track": "eventbus.track"}
 
 __all__ = [
     "EVENTS",
@@ -140,3 +146,12 @@ __all__ = [
     "encoded",
     "track",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only a training needs when it is asked for: a process that listens starts faster without it."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LATER[name]), name)

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eventbus import exits, handling
-from eventbus.control import Control
 from eventbus.errors import WouldBlockError
 from eventbus.events import Event
 from eventbus.filters import Filter
@@ -28,6 +27,8 @@ from eventbus.subscription import Queued, Subscription
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
+
+    from eventbus.control import Control
 
 
 __all__ = ["EventBus"]
@@ -61,8 +62,7 @@ class EventBus(Publisher):
         self._starting = False
         self._abandoned: set[Thread] = set()
         self._report = CloseReport(True, {})
-        #: Ask the run to stop, pause, save or change a setting, from anywhere.
-        self.control = Control(publish=self.publish)
+        self._controls: dict[str, Control] = {}
 
     # --------------------------------------------------------------------------------------------- registration
 
@@ -330,7 +330,17 @@ class EventBus(Publisher):
         runner = self._runner
         return runner is not None and runner.own is None and get_ident() == main_thread().ident
 
-    # ------------------------------------------------------------------------------------------------ observation
+    # ---------------------------------------------------------------------------------- control and observation
+
+    @property
+    def control(self) -> Control:
+        """Ask the run to stop, pause, save or change a setting, from anywhere."""
+        try:
+            return self._controls["control"]
+        except KeyError:
+            from eventbus.control import Control
+
+            return self._controls.setdefault("control", Control(publish=self.publish))  # one, whoever else asks now
 
     def stats(self) -> dict[str, SubscriberStats]:
         """The counts of every open subscription, all that was published before this call included."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
-from pathlib import PurePath
 from types import NoneType
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +17,6 @@ import msgspec
 
 from eventbus.errors import DecodeError
 from eventbus.events import EVENTS, Event, UnknownEvent
-from eventbus.plain import MARKER, to_plain
 
 __all__ = ["decode", "encode"]
 
@@ -74,6 +72,8 @@ def _encode_carefully(event: Event, *, write: Callable[[Any], bytes], binary: bo
             return data
     except Exception:  # noqa: BLE001
         pass
+    from eventbus.plain import to_plain  # here: most processes never meet a value that needs it
+
     plain = to_plain(record, binary=binary)
     if not isinstance(plain, dict):
         raise RecursionError  # the one reason for which the event itself becomes a marker
@@ -147,12 +147,16 @@ def _decode_known(data: bytes, cls: type[Event], protocol: Any) -> Event:
                 raise
             return read(data, type=cls, strict=False, dec_hook=_from_plain)
     except (msgspec.ValidationError, NameError, TypeError) as error:  # the latter two: annotations nobody can resolve
+        from eventbus.plain import MARKER
+
         if MARKER.encode() in data:
             return _unknown(protocol.decode(data))
         raise DecodeError(f"{cls.hook} does not fit {cls.__module__}.{cls.__qualname__}: {error}.") from error
 
 
 def _from_plain(cls: type, value: Any) -> Any:
+    from pathlib import PurePath
+
     if issubclass(cls, PurePath):
         return cls(value)
     raise NotImplementedError

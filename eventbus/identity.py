@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Mapping
 
@@ -22,7 +21,7 @@ def find_run(environ: Mapping[str, str] = os.environ) -> str:
     if slurm:
         task = environ.get("SLURM_ARRAY_TASK_ID")
         return f"{environ.get('SLURM_ARRAY_JOB_ID', slurm)}_{task}" if task else slurm
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def find_rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -11,13 +11,15 @@ import msgspec
 
 from eventbus.completion import Completion
 from eventbus.errors import AlreadyStartedError
-from eventbus.loop import AsyncioHost, Host, OwnLoop, current_host
+from eventbus.loop import Host, current_host
 from eventbus.marks import Flush
+from eventbus.own_loop import OwnLoop
 from eventbus.pump import Pump
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from eventbus.asyncio_host import AsyncioHost
     from eventbus.bus import EventBus
     from eventbus.delivery import Delivery
     from eventbus.subscription import Queued

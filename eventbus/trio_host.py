@@ -1,0 +1,90 @@
+"""The bus side on trio."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import trio
+
+from eventbus.loop import measured
+
+__all__ = ["TrioHost"]
+
+
+class TrioHost:
+    """The trio loop that runs in this thread."""
+
+    @staticmethod
+    def runs_here() -> bool:
+        """Whether such a loop runs in this thread."""
+        return trio.lowlevel.in_trio_run()
+
+    def __init__(self, name: str = "in the running trio loop") -> None:
+        self.token = trio.lowlevel.current_trio_token()
+        self.ident = threading.get_ident()
+        self.name = name
+
+    def spawn(
+        self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]
+    ) -> None:
+        async def stepped() -> None:
+            await measured(run(), on_hold)
+
+        # a system task is not under the host's cancel scopes, and a Ctrl-C never strikes in it
+        trio.lowlevel.spawn_system_task(stepped, name=name)
+
+    def call(self, fn: Callable[[], object]) -> None:
+        try:
+            self.token.run_sync_soon(fn)
+        except trio.RunFinishedError:
+            pass
+
+    def scope(self) -> trio.CancelScope:
+        return trio.CancelScope()
+
+    def waker(self) -> _TrioWaker:
+        return _TrioWaker(self.token, self.ident)
+
+    async def sleep(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+
+    async def checkpoint(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def is_ours(self, error: BaseException, *, overdue: bool = False) -> bool:
+        if isinstance(error, GeneratorExit):
+            return not trio.lowlevel.in_trio_run()
+        return isinstance(error, trio.Cancelled) and not overdue
+
+    def interrupt(self, error: KeyboardInterrupt) -> None:
+        """Hand a KeyboardInterrupt that left a handler to the host, as the Ctrl-C it stands for."""
+        signal.raise_signal(signal.SIGINT)
+
+
+class _TrioWaker:
+    __slots__ = ("_event", "_ident", "_token")
+
+    def __init__(self, token: trio.lowlevel.TrioToken, ident: int) -> None:
+        self._token = token
+        self._ident = ident
+        self._event = trio.Event()
+
+    async def wait(self, timeout: float | None = None) -> None:
+        with trio.move_on_after(float("inf") if timeout is None else timeout):
+            await self._event.wait()
+        self._event = trio.Event()
+
+    def wake(self) -> None:
+        if threading.get_ident() == self._ident:
+            self._event.set()
+            return
+        try:
+            self._token.run_sync_soon(self._release, idempotent=True)
+        except trio.RunFinishedError:
+            pass
+
+    def _release(self) -> None:
+        self._event.set()
