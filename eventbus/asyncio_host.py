@@ -13,6 +13,8 @@ from eventbus.loop import measured
 if TYPE_CHECKING:
     from typing import Self
 
+    from eventbus.executor import DaemonExecutor
+
 __all__ = ["AsyncioHost"]
 
 
@@ -28,10 +30,11 @@ class AsyncioHost:
             return False
         return True
 
-    def __init__(self, name: str = "in the running asyncio loop") -> None:
+    def __init__(self, name: str = "in the running asyncio loop", executor: DaemonExecutor | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.ident = threading.get_ident()
         self.name = name
+        self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(
@@ -55,6 +58,10 @@ class AsyncioHost:
             self.loop.call_soon_threadsafe(fn)
         except RuntimeError:  # the loop is closed: asking first would be a race
             pass
+
+    def lend_thread(self, fn: Callable[[], None]) -> bool:
+        """Run `fn` in a thread that exists already; False when there is none to be had."""
+        return self._executor is not None and self._executor.lend(fn)
 
     def scope(self) -> _AsyncioScope:
         return _AsyncioScope()

@@ -256,8 +256,6 @@ class EventBus(Publisher):
         self._starting = True
         try:
             self._start_own(explicit=False)
-        except RuntimeError as error:  # Python 3.12 starts no thread once the interpreter exits
-            self._failures.notices.say(logging.WARNING, "start", "The bus cannot start its loop: %s", error, once=True)
         finally:
             self._starting = False
 

@@ -22,14 +22,17 @@ T = TypeVar("T")
 
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """A thread pool whose threads never keep the process (asyncio demands the base class)."""
+    """A thread pool whose threads never keep the process (asyncio demands the base class).
 
-    def __init__(self) -> None:
+    `spare` threads more than the usual few are started beforehand, for `lend`.
+    """
+
+    def __init__(self, spare: int = 0) -> None:
         super().__init__(max_workers=_MOST)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle_threads = 0
         self._started_threads = 0
-        for _ in range(_STARTED):
+        for _ in range(_STARTED + spare):
             self._start_thread()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -47,8 +50,18 @@ class DaemonExecutor(ThreadPoolExecutor):
 
         if self._jobs.qsize() >= self._idle_threads and self._started_threads < _MOST:
             self._start_thread()
-        self._jobs.put(job)
+        if self._started_threads:
+            self._jobs.put(job)
+        else:  # no thread was started in time, and none can be any more
+            job()
         return future
+
+    def lend(self, fn: Callable[[], None]) -> bool:
+        """Run `fn` in a thread that is started and idle; False when there is none."""
+        if self._jobs.qsize() >= self._idle_threads:
+            return False
+        self._jobs.put(fn)
+        return True
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         for _ in range(self._started_threads):
@@ -60,13 +73,14 @@ class DaemonExecutor(ThreadPoolExecutor):
         except RuntimeError:  # the interpreter is exiting: those that run have to do
             return
         self._started_threads += 1
+        self._idle_threads += 1
 
     def _work(self) -> None:
         while True:
-            self._idle_threads += 1
             job: Any = self._jobs.get()
             self._idle_threads -= 1
             if job is None:
                 return
             job()
             del job  # hold nothing of it while idle
+            self._idle_threads += 1

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from eventbus.executor import DaemonExecutor
+from eventbus.notices import logger
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -17,47 +20,50 @@ __all__ = ["OwnLoop"]
 class OwnLoop:
     """An asyncio loop (uvloop where installed) in a daemon thread of the bus's own.
 
-    Daemon, since a stuck handler must not keep the process; its executor threads are started beforehand, since
-    Python 3.12 starts none at exit.
+    Daemon, since a stuck handler must not keep the process. All threads are started here, by who starts the bus:
+    once the main thread has ended, Python 3.12 starts none. When it is too late even for that, whoever closes the
+    bus lends its own thread with `run_here`.
     """
 
-    def __init__(self, main: Callable[[AsyncioHost], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, main: Callable[[AsyncioHost], Coroutine[Any, Any, None]], *, spare_threads: int) -> None:
         self._main = main
-        self.host: AsyncioHost | None = None
-        self.ready = threading.Event()
+        self._executor = DaemonExecutor(spare_threads)
         self._thread = threading.Thread(target=self._run, name="trainbus-loop", daemon=True)
-        self._thread.start()
+        self._waits_for_a_thread = False
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._waits_for_a_thread = True
+            if threading.main_thread().is_alive():
+                logger.warning("The bus can start no thread: what is published is delivered when it is closed.")
+
+    def run_here(self) -> None:
+        """Run the loop in this thread, until its end, unless it runs somewhere."""
+        if not self._waits_for_a_thread:
+            return
+        self._waits_for_a_thread = False
+        self._run()
 
     def _run(self) -> None:
-        # imported here, in its own thread: a process that only registers, or a forked worker, needs none of it
-        import asyncio
-
-        from eventbus.executor import DaemonExecutor
-
-        loop = _new_loop()
-        executor = DaemonExecutor()
-        loop.set_default_executor(executor)
-        asyncio.set_event_loop(None)
+        loop = _new_loop()  # asyncio is imported in here: who only registers, as a forked worker, needs none of it
+        loop.set_default_executor(self._executor)
         try:
             loop.run_until_complete(self._hosted())
         finally:
-            self.ready.set()
             _finish(loop)
-            executor.shutdown(wait=False)
+            self._executor.shutdown(wait=False)
 
     async def _hosted(self) -> None:
         from eventbus.asyncio_host import AsyncioHost
 
-        self.host = AsyncioHost("in a thread of its own")
-        self.ready.set()
-        await self._main(self.host)
+        await self._main(AsyncioHost("in a thread of its own", self._executor))
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end; False when something holds it."""
-        if not self.is_current():
+        if self._thread.ident is not None and not self.is_current():
             self._thread.join(max(timeout, 0.0))
         return not self._thread.is_alive()
 

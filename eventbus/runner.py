@@ -67,7 +67,8 @@ class Runner:
 
     def start_own(self) -> None:
         """Start a loop in a thread of the bus's own; returns at once, the loop takes over what is in the log."""
-        self.own = OwnLoop(self._main)
+        threads = sum(subscription.kind == "thread" for subscription in self._bus._registry.all())
+        self.own = OwnLoop(self._main, spare_threads=threads)
 
     def start_here(self, host: Host) -> None:
         """Run on the loop that runs here."""
@@ -119,6 +120,8 @@ class Runner:
 
     def wait_closed(self, timeout: float) -> CloseReport:
         """Wait in a thread; when the loop is held by a handler, close without it."""
+        if self.own is not None and timeout > 0:
+            self.own.run_here()
         if not self.closed.wait(timeout + _MARGIN_S):
             self._give_up("closed")
             self._finish()
@@ -225,8 +228,6 @@ class Runner:
     async def leave(self, timeout: float) -> None:
         """Let the running deliveries end and stop, leaving the cursors to the next runner. Awaited on another loop."""
         here = current_host()
-        if self.own is not None:
-            self.own.ready.wait(timeout)
         flush = Flush(self._log)
         self._log.mark(flush)
         await flush.completion.wait_in_task(here.waker(), timeout)

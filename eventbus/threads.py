@@ -46,7 +46,12 @@ class ThreadDelivery(Delivery):
         self._thread = threading.Thread(
             target=self._run, args=(self.generation, self._wakes), name=f"trainbus {self.name}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # once the interpreter exits, Python 3.12 starts no thread
+            run, mine, wakes = self._run, self.generation, self._wakes
+            if not self.host.lend_thread(lambda: run(mine, wakes)):
+                self.host.spawn(self._run_here, name=f"trainbus {self.name}", on_hold=self.held)
 
     def abandon(self) -> None:
         if self._thread is not None:
@@ -73,6 +78,23 @@ class ThreadDelivery(Delivery):
                 self._deliver(entry, mine, wakes)
             elif not self._wait(wakes):
                 break
+        if self.generation == mine and not self.stopping:
+            self.finished()
+
+    async def _run_here(self) -> None:
+        """Call it on the loop itself: there is no thread left, and soon no loop either."""
+        mine, waker = self.generation, self.host.waker()
+        self.cursor.wake = waker.wake
+        handling.handler.set(self)
+        while self.generation == mine and not self.stopping and not (self.cursor.ended and not self.cursor.queued()):
+            entry = self.cursor.take()
+            if entry is not None:
+                self._deliver(entry, mine, self._wakes)
+            self.cursor.waiting = True
+            if not (self.cursor.queued() or self.cursor.ended or self.stopping):
+                await waker.wait()
+            self.cursor.waiting = False
+            await self.host.checkpoint()
         if self.generation == mine and not self.stopping:
             self.finished()
 

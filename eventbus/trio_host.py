@@ -42,6 +42,9 @@ class TrioHost:
         except trio.RunFinishedError:
             pass
 
+    def lend_thread(self, fn: Callable[[], None]) -> bool:
+        return False
+
     def scope(self) -> trio.CancelScope:
         return trio.CancelScope()
 
