@@ -71,9 +71,9 @@ from eventbus.subscription import Subscription
 
 if TYPE_CHECKING:
     from eventbus.control import Control, Request
-    from eventbus.track import track
+    from eventbus.tracking import track
 
-_LATER = {"Control": "eventbus.control", "Request": "eventbus.request", "track": "eventbus.track"}
+_LATER = {"Control": "eventbus.control", "Request": "eventbus.request", "track": "eventbus.tracking"}
 
 __all__ = [
     "EVENTS",

@@ -13,7 +13,7 @@ import msgspec
 
 from eventbus.device import Copies, Deferred
 
-__all__ = ["PLAIN", "DeviceDict", "FrozenDict", "freeze", "resolve", "weigh"]
+__all__ = ["PLAIN", "DeviceDict", "FrozenDict", "freeze", "plain_key", "resolve", "weigh"]
 
 #: Exact types that nobody can change.
 PLAIN = frozenset({float, int, str, bool, type(None)})
@@ -110,7 +110,7 @@ def _is_immutable(kind: type) -> bool:
 
 def _container(value: Any, copies: Copies, depth: int) -> Any:
     if isinstance(value, Mapping):
-        return FrozenDict({_key(key): freeze(item, copies, depth) for key, item in value.items()})
+        return FrozenDict({plain_key(key): freeze(item, copies, depth) for key, item in value.items()})
     if isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes | memoryview | range):
         if isinstance(value, bytearray):
             return bytes(value)
@@ -128,7 +128,8 @@ def _container(value: Any, copies: Copies, depth: int) -> Any:
     return f"<{_type_name(value)}>"
 
 
-def _key(key: Any) -> Any:
+def plain_key(key: Any) -> Any:
+    """A key that holds nothing foreign."""
     return key if type(key) in PLAIN else str(key) if isinstance(key, str | int | float) else f"<{_type_name(key)}>"
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eventbus.frozen import FrozenDict
+from eventbus.frozen import FrozenDict, plain_key
 
 __all__ = ["HIDDEN", "SECRET_KEYS", "Redaction"]
 
@@ -48,7 +48,7 @@ class Redaction:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return FrozenDict({key: self._item(key, item) for key, item in value.items()})
+            return FrozenDict({plain_key(key): self._item(key, item) for key, item in value.items()})
         if isinstance(value, tuple):
             return tuple(self.container(item) for item in value)
         return value
