@@ -1,0 +1,228 @@
+"""G7: every subscriber is bounded in events and bytes; what goes first is stated, counted with a reason, and announced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventbus import Event, EventBus, EventsDropped
+from eventbus.cursor import RESERVE
+from tests.eventbus.processes import run_program
+from tests.eventbus.samples import Beat, Load, Tick, assert_balanced
+from tests.eventbus.waiting import until
+
+
+def undelivered(**options: Any) -> tuple[EventBus, list[Event]]:
+    """A bus that delivers nothing before it is started, with one subscriber called "s"."""
+    bus = EventBus(autostart=False)
+    got: list[Event] = []
+
+    async def handler(event: Event) -> None:
+        got.append(event)
+
+    bus.subscribe(handler, Tick, Beat, Load, name="s", **options)
+    return bus, got
+
+
+def numbers(bus: EventBus, got: list[Event]) -> list[int]:
+    """What is delivered once the bus runs."""
+    with bus:
+        assert bus.flush()
+        assert_balanced(bus)
+    return [event.n for event in got]  # type: ignore[attr-defined]
+
+
+BURST = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60)
+
+
+def publish(bus: EventBus, burst: list[tuple[bool, bool]]) -> list[tuple[int, bool]]:
+    """Publish a burst of events, some of which may be shed, with a look at the counts in between."""
+    published = []
+    for n, (may_shed, look) in enumerate(burst):
+        bus.publish(Tick(n=n) if may_shed else Beat(n=n))
+        published.append((n, may_shed))
+        if look:
+            assert_balanced(bus)
+    return published
+
+
+@given(BURST, st.integers(1, 8))
+def test_G7_drop_oldest_keeps_the_newest_and_sheds_only_what_may_be_shed(
+    burst: list[tuple[bool, bool]], maxsize: int
+) -> None:
+    """Against a model: while too many wait, the oldest of those that may be shed goes."""
+    bus, got = undelivered(maxsize=maxsize)
+    model: list[tuple[int, bool]] = []
+    for event in publish(bus, burst):
+        model.append(event)
+        while len(model) > maxsize and any(shed for _, shed in model):
+            model.remove(next(e for e in model if e[1]))
+    dropped = len(burst) - len(model)
+    assert bus.stats()["s"].dropped_by == ({"overflow": dropped} if dropped else {})
+    assert numbers(bus, got) == [n for n, _ in model]
+
+
+@given(BURST, st.integers(1, 8))
+def test_G7_drop_newest_keeps_what_waits(burst: list[tuple[bool, bool]], maxsize: int) -> None:
+    """What may not be shed is taken beyond the bound, within the reserve."""
+    bus, got = undelivered(maxsize=maxsize, overflow="drop_newest")
+    model: list[int] = []
+    for n, may_shed in publish(bus, burst):
+        if len(model) < maxsize or not may_shed:
+            model.append(n)
+    assert bus.stats()["s"].dropped == len(burst) - len(model)
+    assert numbers(bus, got) == model
+
+
+@given(BURST, st.integers(2, 8))
+def test_G7_latest_delivers_the_newest_of_each_hook(burst: list[tuple[bool, bool]], maxsize: int) -> None:
+    """Coalesced per hook, in the order in which the newest were published."""
+    bus, got = undelivered(maxsize=maxsize, overflow="latest")
+    published = publish(bus, burst)
+    newest = {may_shed: n for n, may_shed in published}
+    assert numbers(bus, got) == sorted(newest.values())
+    stats = bus.stats()["s"]
+    assert stats.dropped_by.get("coalesced", 0) == len(burst) - len(newest)
+
+
+def test_G7_latest_holds_no_more_than_it_will_deliver() -> None:
+    """A stuck uploader keeps one checkpoint event waiting, not a thousand."""
+    bus, _ = undelivered(overflow="latest")
+    for n in range(5000):
+        bus.publish(Tick(n=n))
+    assert bus.stats()["s"].pending <= 32
+    bus.close()
+
+
+def test_G7_nothing_is_dropped_below_the_bound() -> None:
+    bus, got = undelivered(maxsize=100)
+    for n in range(100):
+        bus.publish(Tick(n=n))
+    assert bus.stats()["s"].dropped == 0
+    assert numbers(bus, got) == list(range(100))
+
+
+def test_G7_bytes_are_bounded_too() -> None:
+    """One event that holds much counts for much."""
+    bus, got = undelivered(max_bytes=1_000_000)
+    for n in range(50):
+        bus.publish(Load(n=n, value="x" * 100_000))
+    stats = bus.stats()["s"]
+    assert 5 <= stats.pending <= 10
+    assert stats.dropped_by == {"overflow": 50 - stats.pending}
+    assert numbers(bus, got) == list(range(50 - stats.pending, 50))
+
+
+def test_G7_beyond_the_reserve_the_oldest_goes_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Checkpoints and epoch ends have 4,096 places more; then the loss is said aloud."""
+    caplog.set_level(logging.ERROR)
+    bus, got = undelivered(maxsize=10)
+    count = 10 + RESERVE + 7
+    for n in range(count):
+        bus.publish(Beat(n=n))
+    assert bus.stats()["s"].dropped_by == {"reserve": 7}
+    assert numbers(bus, got) == list(range(7, count))
+    assert any("'s'" in record.getMessage() and "7 reserve" in record.getMessage() for record in caplog.records)
+
+
+def test_G7_drops_are_announced_to_the_others_and_not_to_the_one_concerned(caplog: pytest.LogCaptureFixture) -> None:
+    """Once per interval, with a count."""
+    caplog.set_level(logging.WARNING)
+    bus, _ = undelivered(maxsize=1)
+    told: list[EventsDropped] = []
+    told_itself: list[Event] = []
+
+    async def listen(event: EventsDropped) -> None:
+        told.append(event)
+
+    async def concerned(event: Event) -> None:
+        told_itself.append(event)
+
+    bus.subscribe(listen, "on_events_dropped")
+    bus.subscribe(concerned, "on_events_dropped", Tick, maxsize=1, name="concerned")
+    for n in range(5):
+        bus.publish(Tick(n=n))
+    with bus:
+        until(lambda: {event.subscriber for event in told} == {"s", "concerned"})
+    assert {event.count for event in told} == {4}
+    assert "4 overflow" in told[0].reason
+    assert not any(getattr(event, "subscriber", "") == "concerned" for event in told_itself)
+    assert len([r for r in caplog.records if "too slow" in r.getMessage()]) == 2
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+def stuck(gate: threading.Event, *, holds_the_loop: bool) -> Callable[[Event], Any]:
+    async def holding(event: Event) -> None:
+        gate.wait()
+
+    def blocking(event: Event) -> None:
+        gate.wait()
+
+    return holding if holds_the_loop else blocking
+
+
+@pytest.mark.parametrize("holds_the_loop", [True, False])
+def test_G7_one_blocked_subscriber_changes_nothing_for_the_bounds_of_another(
+    gate: threading.Event, holds_the_loop: bool
+) -> None:
+    """Also when it holds the loop that feeds both."""
+    bus = EventBus()
+    options: dict[str, Any] = {} if holds_the_loop else {"run_in": "thread"}
+    bus.subscribe(stuck(gate, holds_the_loop=holds_the_loop), Tick, name="stuck", **options)
+
+    async def other(event: Event) -> None: ...
+
+    bus.subscribe(other, Tick, name="other")
+    for n in range(45_000):
+        bus.publish(Tick(n=n))
+    stats = assert_balanced(bus)
+    assert stats["stuck"].pending <= 1024 + 1
+    assert stats["other"].matched == 45_000
+    gate.set()
+    bus.close()
+
+
+DEAD_SINK = """
+import resource, threading
+from eventbus import Event, EventBus
+
+class Tick(Event, shed=True):
+    n: int = 0
+
+def grown(events, **options):
+    bus = EventBus(exit_timeout=0.1)
+    gate = threading.Event()
+    async def holding(event): gate.wait()
+    def blocking(event): gate.wait()
+    bus.subscribe(blocking if options else holding, **options)
+    for n in range(30_000):
+        bus.publish(Tick(n=n))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for n in range(events):
+        bus.publish(Tick(n=n))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gate.set()
+    bus.close(1.0)
+    return (after - before) / 1024
+
+print(grown({events}, {options}))
+"""
+
+
+@pytest.mark.parametrize(("events", "options"), [(1_000_000, "run_in='thread'"), (400_000, "")])
+def test_G7_a_dead_sink_does_not_grow_memory(events: int, options: str) -> None:
+    """A million events into a thread that hangs, 400,000 into a handler that holds the loop: a few MiB."""
+    grown_mib = run_program(DEAD_SINK.replace("{events}", str(events)).replace("{options}", options))
+    assert float(grown_mib) < 24
