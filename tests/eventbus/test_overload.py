@@ -1,4 +1,4 @@
-"""G7: every subscriber is bounded in events and bytes; what goes first is stated, counted with a reason, and announced."""
+"""G7: every subscriber is bounded in events and bytes; what goes first is stated, counted and announced."""
 
 from __future__ import annotations
 
