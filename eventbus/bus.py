@@ -8,8 +8,8 @@ from threading import Thread, get_ident, main_thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from eventbus import exits, handling
-from eventbus.errors import WouldBlockError
+from eventbus import exits, handling, travel
+from eventbus.errors import EventBusError, WouldBlockError
 from eventbus.events import Event
 from eventbus.filters import Filter
 from eventbus.loop import current_host
@@ -82,10 +82,12 @@ class EventBus(Publisher):
         ``run_in="thread"`` in a thread of its own. The options are those of `eventbus.Options`. Raises
         `UnknownHookError` or `SubscriptionError` where the mistake is made.
         """
+        self._check_not_inert()
         return self._registry.add(fn, hooks, options)
 
     def attach(self, target: Sink | object, **options: Any) -> Subscription | Attachment:
         """Subscribe a sink, or every method of an object that is named like a hook."""
+        self._check_not_inert()
         if isinstance(target, Sink):
             return self._registry.add_sink(target, options)
         return self._registry.add_object(target, options)
@@ -106,6 +108,17 @@ class EventBus(Publisher):
         """Who is subscribed, in the order of registration."""
         return self._registry.describe()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the registrations; what is unpickled is stopped. Raises `NotPicklableError`, naming a subscriber."""
+        return travel.reduced(self)
+
+    def __setstate__(self, registrations: Any) -> None:
+        travel.register(self, registrations)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EventBus:
+        """A stopped bus with the same registrations."""
+        return travel.deepcopied(self, memo)
+
     # -------------------------------------------------------------------------------------------------- pulling
 
     def stream(
@@ -123,6 +136,7 @@ class EventBus(Publisher):
         return Waiting(self._pull("wait_for", (hook,), run=run, when=when, once=True), timeout)
 
     def _pull(self, label: str, hooks: tuple[str | type[Event], ...], **given: Any) -> Queued:
+        self._check_not_inert()
         subscriber = self._registry.enter(
             None, f"{label} {' '.join(h if isinstance(h, str) else h.hook for h in hooks)}", "stream", Filter(*hooks),
             Options.of(label, given),
@@ -134,6 +148,7 @@ class EventBus(Publisher):
 
     def __enter__(self) -> Self:
         """Start a loop in a thread of the bus's own."""
+        self._check_not_inert()
         if self._runner is None:
             self._start_own(explicit=True)
         else:
@@ -147,6 +162,7 @@ class EventBus(Publisher):
 
     async def __aenter__(self) -> Self:
         """Run on the asyncio or trio loop that runs here; an automatic start is drained and moved here."""
+        self._check_not_inert()
         host = current_host()
         former = self._runner
         if former is not None:
@@ -168,7 +184,7 @@ class EventBus(Publisher):
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until all that was published before is settled; False when the time (seconds) is over first."""
-        if exits.fork_count() != self._forks:
+        if self._is_inert():
             return True
         self._check_may_wait("flush", "await bus.aflush()")
         flush = Flush(self._log)
@@ -181,6 +197,8 @@ class EventBus(Publisher):
 
     async def aflush(self, timeout: float = 10.0) -> bool:
         """`flush` for a coroutine, on any loop."""
+        if self._is_inert():
+            return True
         self._check_not_handling("aflush")
         flush = Flush(self._log)
         self._log.mark(flush)
@@ -195,7 +213,7 @@ class EventBus(Publisher):
 
         Idempotent, from any thread. Later publishes are dropped and counted; the bus can be started again.
         """
-        if exits.fork_count() != self._forks:
+        if self._is_inert():
             return self._report
         self._check_may_wait("close", "await bus.aclose()")
         self._close_with(None, self._close_quietly(timeout))
@@ -203,12 +221,16 @@ class EventBus(Publisher):
 
     async def aclose(self, timeout: float = 10.0) -> CloseReport:
         """`close` for a coroutine, on any loop."""
+        if self._is_inert():
+            return self._report
         self._check_not_handling("aclose")
         await self._aclose_quietly(timeout)
         self._close_with(None, self._failures.take_due())
         return self._report
 
     def _close_quietly(self, timeout: float) -> BaseException | None:
+        if self._is_inert():
+            return None
         runner = self._runner
         if runner is None:
             self._close_unstarted()
@@ -218,6 +240,8 @@ class EventBus(Publisher):
         return self._failures.take_due()
 
     async def _aclose_quietly(self, timeout: float) -> None:
+        if self._is_inert():
+            return
         runner = self._runner
         if runner is None:
             self._close_unstarted()
@@ -292,6 +316,13 @@ class EventBus(Publisher):
         if not report.ok:
             logging.getLogger("eventbus").warning("At exit these events were not delivered: %s", dict(report.left))
 
+    def _check_not_inert(self) -> None:
+        if self._is_inert():
+            raise EventBusError(
+                "This bus was made before a fork and is inert in this process. Make an EventBus in the process that "
+                "uses it."
+            )
+
     def _check_may_wait(self, call: str, instead: str) -> None:
         if self._is_loop_thread():
             raise WouldBlockError(
@@ -317,8 +348,13 @@ class EventBus(Publisher):
     def _lost_loop(self) -> None:
         """The host's loop ended under the bus: nothing can be delivered any more."""
         runner = self._runner
-        if runner is not None:
+        if runner is not None and not self._is_inert():
             runner.lose_loop()
+
+    def _forked(self) -> None:
+        """In the forked copy: deliver nothing, also where the loop came along. Takes no lock."""
+        if self._runner is not None:
+            self._runner.halt()
 
     def _abandoned_threads(self) -> set[Thread]:
         self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
@@ -342,7 +378,7 @@ class EventBus(Publisher):
 
     def stats(self) -> dict[str, SubscriberStats]:
         """The counts of every open subscription, all that was published before this call included."""
-        if exits.fork_count() == self._forks:
+        if not self._is_inert():
             self._log.catch_up()
         return {s.name: s.read() for s in self._registry.all()}
 

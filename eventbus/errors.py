@@ -10,7 +10,7 @@
     ├── AlreadyStartedError     (RuntimeError)  a second explicit start
     ├── WouldBlockError         (RuntimeError)  waiting for what only the waiter can do
     ├── PublishRecursionError   (RuntimeError)  hooks that publish each other without end
-    ├── NotPicklableError       (TypeError)     a subscriber that cannot travel to another process
+    ├── NotPicklableError       (TypeError)     a subscriber that cannot be pickled or copied
     ├── DecodeError             (ValueError)    bytes that are no event
     ├── SinkUnavailable                         raised by a sink: keep these events, ask again later
     └── SinkGone                                raised by a sink: its receiver wants no more events
@@ -109,11 +109,11 @@ class PublishRecursionError(EventBusError, RuntimeError):
 
 
 class NotPicklableError(EventBusError, TypeError):
-    """A subscriber that cannot travel to another process."""
+    """A subscriber that cannot travel to another process, or be copied beside itself."""
 
     def __init__(self, subscriber: str, why: str) -> None:
         super().__init__(
-            f"The bus cannot be pickled: subscriber {subscriber!r} {why}. "
+            f"The bus cannot travel: subscriber {subscriber!r} {why}. "
             "Define it at the top of an importable module, or remove it with bus.off() before the bus travels."
         )
 

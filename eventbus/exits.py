@@ -27,7 +27,9 @@ def _forked() -> None:
     """In the child: every bus from before is inert, since its threads are not here. Takes no lock."""
     global _forks, running
     _forks += 1
-    running = WeakSet()
+    inherited, running = list(running), WeakSet()
+    for bus in inherited:
+        bus._forked()
 
 
 def _at_exit() -> None:
@@ -41,4 +43,5 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_forked)

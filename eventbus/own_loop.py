@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from eventbus.asyncio_host import AsyncioHost
 
-__all__ = ["OwnLoop"]
+__all__ = ["OwnLoop", "load_loop"]
 
 
 class OwnLoop:
@@ -26,6 +26,7 @@ class OwnLoop:
     """
 
     def __init__(self, main: Callable[[AsyncioHost], Coroutine[Any, Any, None]], *, spare_threads: int) -> None:
+        load_loop()
         self._main = main
         self._executor = DaemonExecutor(spare_threads)
         self._thread = threading.Thread(target=self._run, name="trainbus-loop", daemon=True)
@@ -45,7 +46,7 @@ class OwnLoop:
         self._run()
 
     def _run(self) -> None:
-        loop = _new_loop()  # asyncio is imported in here: who only registers, as a forked worker, needs none of it
+        loop = _new_loop()
         loop.set_default_executor(self._executor)
         try:
             loop.run_until_complete(self._hosted())
@@ -66,6 +67,20 @@ class OwnLoop:
         if self._thread.ident is not None and not self.is_current():
             self._thread.join(max(timeout, 0.0))
         return not self._thread.is_alive()
+
+
+def load_loop() -> None:
+    """Import what a loop needs, on behalf of who registers the first subscriber for one.
+
+    Not in the loop's own thread: a process that is forked while another thread imports a module finds it locked for
+    ever, and loaders fork right after the first events.
+    """
+    import eventbus.asyncio_host  # noqa: F401
+
+    try:
+        import uvloop  # noqa: F401
+    except ImportError:
+        pass
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

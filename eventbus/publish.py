@@ -51,6 +51,10 @@ class Publisher(ABC):
         self._interrupted = 0
         self._too_late = 0
 
+    def _is_inert(self) -> bool:
+        """Whether this is the copy of a bus in a forked process: its loop and threads stayed in the other one."""
+        return exits.fork_count() != self._forks
+
     @property
     def run(self) -> str:
         """The run id for events that bring none."""
@@ -97,7 +101,7 @@ class Publisher(ABC):
 
     def _publish_carefully(self, route: Route, event: Event) -> None:
         """The longer way: other ranks, subscribers that block or raise, events that only inline hooks hear."""
-        if exits.fork_count() != self._forks:
+        if self._is_inert():
             return
         queued = route.is_queued_for(event, self._rank)
         if queued:
@@ -127,7 +131,7 @@ class Publisher(ABC):
             raise TypeError(
                 f"publish takes an eventbus.Event, not {type(event).__qualname__}. Subclass eventbus.Event."
             )
-        if exits.fork_count() != self._forks:
+        if self._is_inert():
             return None
         if self._failures.due:
             self._failures.raise_due(event)
@@ -191,7 +195,7 @@ class Publisher(ABC):
         if subscription.is_closed:
             return
         subscription.is_closed = True
-        if exits.fork_count() != self._forks:
+        if self._is_inert():
             return
         self._registry.remove(subscription)
         self._reroute()

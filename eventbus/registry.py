@@ -15,6 +15,7 @@ from eventbus.filters import Filter, nearest, unknown
 from eventbus.marks import Attach, Widen
 from eventbus.notices import logger
 from eventbus.options import Kind, Options, kind_of
+from eventbus.own_loop import load_loop
 from eventbus.sink import Sink
 from eventbus.subscription import InlineHook, Queued, Subscription, describe_fn
 
@@ -119,6 +120,8 @@ class Registry:
     def enter(self, fn: Any, label: str, kind: Kind, filter: Filter, options: Options) -> Subscription:
         """Enter a new subscription under a name that is free; it hears what is published from now on."""
         make = InlineHook if kind == "inline" else Queued
+        if make is Queued:
+            load_loop()
         subscription = make(self._bus, fn, label, kind, filter, options)
         number = 1
         while self._table.setdefault(subscription.name, subscription) is not subscription:

@@ -193,6 +193,14 @@ class Runner:
             self._give_up("loop_closed")
             self._finish()
 
+    def halt(self) -> None:
+        """Deliver nothing more, without a word to anybody: this is the copy in a forked process."""
+        if self.pump is not None:
+            self.pump.stopped = True
+        for delivery in self._deliveries():
+            delivery.stopping = True
+            delivery.generation += 1
+
     def _deliveries(self) -> tuple[Delivery, ...]:
         return tuple(self.pump.deliveries.values()) if self.pump is not None else ()
 

@@ -52,7 +52,8 @@ class Subscription(ABC):
     @property
     def stats(self) -> SubscriberStats:
         """The counts now, all that was published before included."""
-        self._bus._log.catch_up()
+        if not self._bus._is_inert():
+            self._bus._log.catch_up()
         return self.read()
 
     @abstractmethod

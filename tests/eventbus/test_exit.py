@@ -6,51 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from textwrap import dedent
-from time import monotonic
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A script that has ended."""
-
-    code: int
-    out: list[str]
-    err: str
-    #: From the line that the script printed with `ends()` to the end of its process, in seconds.
-    took_to_end_s: float
-
-
-_PREAMBLE = """
-import asyncio, atexit, os, signal, sys, threading, time
-from eventbus import *
-
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, from any thread
-
-def ends():
-    say("ends", time.monotonic())
-"""
-
-
-def run(source: str, *arguments: str, timeout: float = 30.0, options: tuple[str, ...] = ("-W", "error")) -> Finished:
-    """Run a script in a fresh process on this Python; `say` is its print, and `ends()` marks the end of its main."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", _PREAMBLE + dedent(source), *arguments],
-        cwd=_ROOT, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    ended = monotonic()
-    lines = done.stdout.splitlines()
-    marks = [float(line.split()[1]) for line in lines if line.startswith("ends ")]
-    out = [line for line in lines if not line.startswith("ends ")]
-    return Finished(done.returncode, out, done.stderr, ended - marks[-1] if marks else 0.0)
-
+from tests.eventbus.scripts import PREAMBLE, ROOT, run
 
 # ------------------------------------------------------------------------------------------------ all delivered
 
@@ -434,7 +394,7 @@ def test_G10_sigterm_ends_the_process_as_it_always_did():
         say("ready")
         time.sleep(60)
     """
-    process = subprocess.Popen([sys.executable, "-c", _PREAMBLE + dedent(source)], cwd=_ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", PREAMBLE + dedent(source)], cwd=ROOT, stdout=subprocess.PIPE)
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
