@@ -357,7 +357,9 @@ class EventBus(Publisher):
             self._runner.halt()
 
     def _abandoned_threads(self) -> set[Thread]:
-        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+        for thread in tuple(self._abandoned):
+            if not thread.is_alive():
+                self._abandoned.discard(thread)
         return self._abandoned
 
     def _is_hosted_in_main(self) -> bool:

@@ -67,8 +67,10 @@ class ThreadDelivery(Delivery):
         if len(self.bus._abandoned_threads()) < MOST_ABANDONED and not self.stopping:
             self.start()
             return
+        self.cursor.waiting = True  # first: what comes from now on calls this again
         self.cursor.drop_all("no_thread")
-        self.cursor.waiting = True
+        if self.cursor.ended and not self.ended:
+            self.finished()
 
     def _run(self, mine: int, wakes: SimpleQueue[None]) -> None:
         handling.handler.set(self)
