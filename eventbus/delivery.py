@@ -232,7 +232,7 @@ class AsyncDelivery(Delivery):
         if self.generation != mine:
             return False
         overdue, self.overdue, self.deadline_s = self.overdue, False, math.inf
-        if not overdue and error is not None and self.host.is_ours(error):  # the loop ends, and cancels its tasks
+        if error is not None and self.host.is_ours(error, overdue=overdue):  # the loop ends, and cancels its tasks
             self.cursor.drop(entry, "loop_closed")
             self.bus._lost_loop()
             raise error
@@ -244,11 +244,8 @@ class AsyncDelivery(Delivery):
             assert error is not None  # noqa: S101
             self._failed(entry, error)
             if isinstance(error, KeyboardInterrupt) and self.bus._is_hosted_in_main():
-                self.host.interrupt()
-                raise error
-        if overdue:
-            if error is not None and not isinstance(error, Exception):
-                raise error  # ends the scope that was cancelled
+                self.host.interrupt(error)
+        if overdue or not isinstance(error, Exception):  # a handler may also have cancelled its own task
             return False
         if self._again is entry:
             await self.host.sleep(backoff_s(self._attempts[1]))
