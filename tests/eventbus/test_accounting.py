@@ -149,26 +149,28 @@ def burst():
     global sent, armed
     try:
         armed = True
-        while True:
+        for _ in range(1000):
             sent += 1
             bus.publish(Tick(n=sent))
             returned.append(sent)
+        armed = False
     except KeyboardInterrupt:
         armed = False
 
 signal.signal(signal.SIGINT, strike)
 killer = subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
-for _ in range(1500):
+for _ in range(100_000):
     os.kill(int(sys.argv[1]), 2)
     time.sleep(0.001)
 ''', str(os.getpid())])
-while killer.poll() is None and hits < 1100:
+while hits < 1000:
     try:
         burst()
     except KeyboardInterrupt:
         armed = False
 armed = False
+killer.kill()
 killer.wait()
 assert bus.flush(60), "an interrupted publish stalls the flush"
 stats = bus.stats()
