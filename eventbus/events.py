@@ -52,13 +52,13 @@ from typing import Any
 from eventbus.event import EVENTS, Event, UnknownEvent
 
 __all__ = [
+    "EVENTS",
     "AfterBackward",
     "BeforeOptimizerStep",
     "BeforeZeroGrad",
     "CheckpointFailed",
     "CheckpointLoad",
     "ControlApplied",
-    "EVENTS",
     "Event",
     "EventsDropped",
     "ExceptionRaised",

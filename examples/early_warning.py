@@ -42,6 +42,8 @@ async def warn(event: Diverging) -> None:
 @bus.on("on_control")
 async def answered(event: ControlApplied) -> None:
     """The run says what it did with a request."""
+    if not event.accepted:
+        return  # asked again before the first request was answered
     print(f"{event.action}: {event.reason} (asked by {event.requester}, applied at step {event.step})")
 
 

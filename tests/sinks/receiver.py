@@ -150,6 +150,7 @@ class Receiver:
         try:
             self._answer(connection, number)
         finally:
+            connection.close()
             self.serving -= 1
 
     def _answer(self, connection: socket.socket, number: int) -> None:
