@@ -75,6 +75,10 @@ class AsyncioHost:
     async def checkpoint(self) -> None:
         await asyncio.sleep(0)
 
+    def is_closed(self) -> bool:
+        """Whether the loop was closed, maybe under tasks that nobody told."""
+        return self.loop.is_closed()
+
     def is_ours(self, error: BaseException, *, overdue: bool = False) -> bool:
         """Whether the loop's owner asked for it, who cancels all tasks at once; not we, and not a handler itself."""
         if isinstance(error, GeneratorExit):  # a handler's own, unless the loop was dropped with its tasks in it
@@ -139,16 +143,15 @@ class _AsyncioWaker:
         self._woken = False
 
     def wake(self) -> None:
-        if threading.get_ident() == self._ident:
-            self._woken = True
-            self._release()
-            return
         try:
-            self._loop.call_soon_threadsafe(self._release_from_afar)
+            if threading.get_ident() == self._ident:
+                self._awaken()
+            else:
+                self._loop.call_soon_threadsafe(self._awaken)
         except RuntimeError:  # the loop is closed: asking first would be a race
             pass
 
-    def _release_from_afar(self) -> None:
+    def _awaken(self) -> None:
         self._woken = True
         self._release()
 

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from eventbus import handling
+from eventbus.delivery import Delivery
 from eventbus.errors import SinkUnavailable
 from eventbus.events import (
     Event,
@@ -143,7 +144,7 @@ class Failures:
         me = threading.get_ident()
         if me not in self.due or isinstance(event, _TERMINAL + ABOUT_US):
             return
-        if handling.handler.get() is not None or _is_intruding(sys._getframe(1)):
+        if isinstance(handling.handler.get(), Delivery) or _is_intruding(sys._getframe(1)):
             return
         error = self.due.pop(me)
         self._bus._reroute()

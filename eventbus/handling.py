@@ -7,23 +7,25 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
     from eventbus.events import Event
+    from eventbus.publish import Publisher
 
 __all__ = ["Handler", "current_event", "handler", "inline"]
 
 
 class Handler(Protocol):
-    """A delivery, as seen from inside the handler that it runs."""
+    """A delivery, as seen from inside the handler that it runs, or a stream from inside its block."""
 
-    name: str
-    bus: EventBus
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def bus(self) -> Publisher | None: ...
     @property
     def event(self) -> Event | None: ...
 
 
-#: The delivery whose worker runs here. Set once per worker, so that a delivery pays nothing for it.
+#: The delivery whose worker runs here, or the stream whose block does. Set once for each, so that no delivery of an
+#: event pays for it.
 handler: ContextVar[Handler | None] = ContextVar("trainbus_handler", default=None)
 
 

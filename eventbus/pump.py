@@ -56,6 +56,8 @@ class Pump:
         """Have it look now; from any thread."""
         if get_ident() != self.host.ident:
             self._foreign = True
+        if self.host.is_closed():
+            self._bus._lost_loop()
         self._waker.wake()
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Generator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from eventbus import handling
 from eventbus.loop import current_host
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from eventbus.events import Event
     from eventbus.log import Entry
     from eventbus.loop import Waker
+    from eventbus.publish import Publisher
     from eventbus.stats import SubscriberStats
     from eventbus.subscription import Queued
 
@@ -26,12 +28,14 @@ class Stream(Generic[E]):
     """Events as an async iterator: ``async with bus.stream("on_log") as events: async for event in events: ...``.
 
     An event counts as delivered when the next one is asked for, or the block is left normally. Ends when the bus
-    closes. Bounded like any subscriber: who reads too slowly loses the oldest events.
+    closes. Bounded like any subscriber: who reads too slowly loses the oldest events. The body of the block counts as
+    handling the event it was given last.
     """
 
     def __init__(self, subscribe: Callable[[], Queued]) -> None:
         self._subscribe = subscribe
         self._subscriber: Queued | None = None
+        self._outer: handling.Handler | None = None
         self._waker: Waker | None = None
         self._handed: Entry | None = None
         self._handed_s = 0.0
@@ -40,17 +44,33 @@ class Stream(Generic[E]):
         self._waker = current_host().waker()
         self._subscriber = subscriber = self._subscribe()
         subscriber.cursor.wake = self._waker.wake
+        self._outer = handling.handler.get()
+        handling.handler.set(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._subscriber is not None  # noqa: S101
+        handling.handler.set(self._outer)
         if error is None:
             self._settle()
         elif self._handed is not None:
             self._subscriber.cursor.fail(self._handed)
         self._subscriber.close()
+
+    @property
+    def name(self) -> str:
+        return self._subscriber.name if self._subscriber is not None else "stream"
+
+    @property
+    def bus(self) -> Publisher | None:
+        return self._subscriber._bus if self._subscriber is not None else None
+
+    @property
+    def event(self) -> Event | None:
+        """The event in hand."""
+        return self._handed.event if self._handed is not None else None
 
     @property
     def stats(self) -> SubscriberStats:

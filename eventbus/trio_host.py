@@ -57,6 +57,9 @@ class TrioHost:
     async def checkpoint(self) -> None:
         await trio.lowlevel.checkpoint()
 
+    def is_closed(self) -> bool:
+        return False  # a trio loop cancels every task before it ends, so the pump knows already
+
     def is_ours(self, error: BaseException, *, overdue: bool = False) -> bool:
         if isinstance(error, GeneratorExit):
             return not trio.lowlevel.in_trio_run()
