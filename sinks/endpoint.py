@@ -80,35 +80,28 @@ class Outcome:
 class Endpoint:
     """Sends messages to one URL, on the loop on which it is used; `aclose` ends a wait for the next attempt."""
 
-    def __init__(self, url: str, key: bytes | None, redactor: Redactor, client: HTTPClient | None) -> None:
+    def __init__(self, url: str, key: bytes | None, redactor: Redactor, client: HTTPClient, *, is_ours: bool) -> None:
         self._url = url
         self._key = key
         self._redactor = redactor
-        self._given = client
-        self._client = client
+        self._client: HTTPClient | None = client
+        self._is_ours = is_ours
         self._is_suspect = False
         self._closing = anyio.Event()
 
-    async def prepare(self) -> HTTPClient:
-        """Return the client; one of ours is made when there is none or the last attempt was cut off.
-
-        A request that is cancelled can leave httpx's pool one connection short for good.
-        """
-        if self._given is not None:
-            return self._given
-        if self._client is not None and self._is_suspect:
-            await self._close_client()
-        if self._client is None:
-            # Importing httpx and reading the certificates takes up to 0.2 s, which the loop must not stand still for.
-            self._client = await in_thread(_make_client)
-            self._is_suspect = False
-        return self._client
+    @classmethod
+    async def open(cls, url: str, key: bytes | None, redactor: Redactor, given: HTTPClient | None) -> Endpoint:
+        """Make the client, unless one is `given`; raises what its making raises."""
+        # Imports and reading the certificates take up to 0.3 s, in which the loop must not stand still.
+        await in_thread(_load_anyio)
+        client = await in_thread(_make_client) if given is None else given
+        return cls(url, key, redactor, client, is_ours=given is None)
 
     async def attempt(self, message: Message) -> Outcome:
         """Send `message` once; never raises for what the network does."""
         with self._redactor.watching():
             try:
-                client = await self.prepare()
+                client = await self._whole_client()
                 self._is_suspect = True
                 with anyio.move_on_after(ATTEMPT_LIMIT_S):
                     outcome = await self._post(client, message)
@@ -129,6 +122,18 @@ class Endpoint:
         self._closing.set()
         await self._close_client()
 
+    async def _whole_client(self) -> HTTPClient:
+        """Return the client, a new one of ours if the last attempt was cut off.
+
+        A request that is cancelled can leave httpx's pool one connection short for good.
+        """
+        if self._is_ours and self._is_suspect:
+            await self._close_client()
+        if self._client is None:
+            self._client = await in_thread(_make_client)
+            self._is_suspect = False
+        return self._client
+
     async def _post(self, client: HTTPClient, message: Message) -> Outcome:
         headers = {"user-agent": "trainbus", **message.headers(self._key, int(time.time()))}
         request = client.build_request("POST", self._url, content=message.body, headers=headers, timeout=_TIMEOUTS_S)
@@ -146,8 +151,8 @@ class Endpoint:
         return Outcome(reason=self._redactor.text(f"{type(error).__name__} {error}".rstrip()), is_retryable=retryable)
 
     async def _close_client(self) -> None:
-        client, self._client = self._client, self._given
-        if client is not None and client is not self._given:
+        if self._is_ours and self._client is not None:
+            client, self._client = self._client, None
             await finish(self._close(client))
 
     async def _close(self, client: HTTPClient) -> None:
@@ -162,6 +167,10 @@ async def _read_little(response: Any) -> None:
         with anyio.move_on_after(_BODY_LIMIT_S), suppress(Exception):  # the status has decided
             async for _ in response.aiter_raw():
                 pass
+
+
+def _load_anyio() -> None:
+    anyio.run(anyio.sleep, 0)  # its first use imports its half for asyncio
 
 
 def _make_client() -> HTTPClient:

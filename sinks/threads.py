@@ -37,17 +37,24 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
     What a thread has begun cannot be taken back: cancelled in the middle, a write would still happen after the
     caller was told that it did not, and an open would leave its file behind.
     """
-    with anyio.CancelScope(shield=True):
-        if not on_asyncio():
+    if not on_asyncio():
+        with anyio.CancelScope(shield=True):
             return await work
-        task = asyncio.ensure_future(work)
-        cancelled: asyncio.CancelledError | None = None
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:  # the cancellation wins; a failure of the work counts as seen
+        await _ended(task)
+        task.cancelled() or task.exception()
+        raise
+    return task.result()
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    # Only here, since the first use of a scope imports anyio's half for asyncio, 30 ms in which the loop stands still.
+    with anyio.CancelScope(shield=True):
         while not task.done():
             try:
                 await asyncio.wait([task])
-            except asyncio.CancelledError as error:  # `wait` leaves the task alone
-                cancelled = error
-    if cancelled is not None:
-        task.cancelled() or task.exception()  # the cancellation wins; a failure counts as seen
-        raise cancelled
-    return task.result()
+            except asyncio.CancelledError:
+                continue

@@ -99,11 +99,11 @@ class WebhookSink:
 
     async def open(self) -> None:
         """Make the HTTP client; nothing is sent yet."""
-        self._endpoint = await self._prepared()
+        self._endpoint = await self._new_endpoint()
 
     async def write(self, events: Sequence[Event], /) -> None:
         """Deliver `events`; raise `WebhookError` for one that was given up, `SinkGone` where nothing more is wanted."""
-        endpoint = self._endpoint = self._endpoint or await self._prepared()
+        endpoint = self._endpoint = self._endpoint or await self._new_endpoint()
         refused: WebhookError | None = None
         for event, line in zip(events, encoded(events), strict=True):
             refused = await self._deliver(endpoint, event, line) or refused
@@ -122,7 +122,7 @@ class WebhookSink:
         Works on any loop, also after the bus is closed.
         """
         taken = 0
-        endpoint = self._new_endpoint()
+        endpoint = await self._new_endpoint()
         try:
             for letter in self.dead_letters:
                 taken += await self._resend(endpoint, letter)
@@ -130,16 +130,10 @@ class WebhookSink:
             await endpoint.aclose()
         return taken
 
-    def _new_endpoint(self) -> Endpoint:
-        return Endpoint(self._url, self._key, self._redactor, self._given)
-
-    async def _prepared(self) -> Endpoint:
-        endpoint = self._new_endpoint()
+    async def _new_endpoint(self) -> Endpoint:
         try:
-            await endpoint.prepare()
-            return endpoint
+            return await Endpoint.open(self._url, self._key, self._redactor, self._given)
         except Exception as error:  # noqa: BLE001  # certificates, proxy settings, the import: told without secrets
-            await endpoint.aclose()
             problem = self._redactor.text(f"{type(error).__name__} {error}")
         raise SinkUnavailable(f"{self!r} cannot make its HTTP client: {problem}")
 
