@@ -33,6 +33,7 @@ class SlowReceiver(BaseHTTPRequestHandler):
 
 
 def rows() -> Iterator[Row]:
+    torch.set_num_threads(1)  # the other core is the sinks', as a GPU's host has cores to spare
     server = ThreadingHTTPServer(("127.0.0.1", 0), SlowReceiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
