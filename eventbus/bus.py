@@ -149,7 +149,7 @@ class EventBus(Publisher):
     def __enter__(self) -> Self:
         """Start a loop in a thread of the bus's own."""
         self._check_not_inert()
-        if self._runner is None:
+        if self._runner is None or not self._runner.is_started:
             self._start_own(explicit=True)
         else:
             self._runner.take_over()
@@ -164,6 +164,7 @@ class EventBus(Publisher):
         """Run on the asyncio or trio loop that runs here; an automatic start is drained and moved here."""
         self._check_not_inert()
         host = current_host()
+        self._complete_start()
         former = self._runner
         if former is not None:
             former.take_over()
@@ -187,6 +188,7 @@ class EventBus(Publisher):
         if self._is_inert():
             return True
         self._check_may_wait("flush", "await bus.aflush()")
+        self._complete_start()
         flush = Flush(self._log)
         self._log.mark(flush)
         if self._runner is None:
@@ -200,6 +202,7 @@ class EventBus(Publisher):
         if self._is_inert():
             return True
         self._check_not_handling("aflush")
+        self._complete_start()
         flush = Flush(self._log)
         self._log.mark(flush)
         if self._runner is None:
@@ -231,6 +234,7 @@ class EventBus(Publisher):
     def _close_quietly(self, timeout: float) -> BaseException | None:
         if self._is_inert():
             return None
+        self._complete_start()
         runner = self._runner
         if runner is None:
             self._close_unstarted()
@@ -242,6 +246,7 @@ class EventBus(Publisher):
     async def _aclose_quietly(self, timeout: float) -> None:
         if self._is_inert():
             return
+        self._complete_start()
         runner = self._runner
         if runner is None:
             self._close_unstarted()
@@ -275,7 +280,9 @@ class EventBus(Publisher):
 
     def _ensure_started(self) -> None:
         """Start a loop of our own, unless there is one. Claiming the start is one step, so two publishers start one."""
-        if self._runner is not None or not self._autostart or self._starting:
+        if self._starting or (self._runner is None and not self._autostart):
+            return
+        if self._runner is not None and self._runner.is_started:
             return
         self._starting = True
         try:
@@ -284,9 +291,17 @@ class EventBus(Publisher):
             self._starting = False
 
     def _start_own(self, *, explicit: bool) -> None:
-        self._runner = runner = Runner(self, explicit=explicit)
+        runner = self._runner
+        if runner is None:  # else a Ctrl-C struck in here
+            self._runner = runner = Runner(self, explicit=explicit)
         self._open()
+        runner.explicit |= explicit
         runner.start_own()
+
+    def _complete_start(self) -> None:
+        """Make up for a start in which a Ctrl-C struck."""
+        if self._runner is not None and not self._runner.is_started:
+            self._ensure_started()
 
     def _open(self) -> None:
         self._refuses = False

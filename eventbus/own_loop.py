@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ __all__ = ["OwnLoop", "load_loop"]
 class OwnLoop:
     """An asyncio loop (uvloop where installed) in a daemon thread of the bus's own.
 
-    Daemon, since a stuck handler must not keep the process. All threads are started here, by who starts the bus:
+    Daemon, since a stuck handler must not keep the process. All threads are started by who starts the bus:
     once the main thread has ended, Python 3.12 starts none. When it is too late even for that, whoever closes the
     bus lends its own thread with `run_here`.
     """
@@ -29,10 +30,15 @@ class OwnLoop:
         load_loop()
         self._main = main
         self._executor = DaemonExecutor(spare_threads)
-        self._thread = threading.Thread(target=self._run, name="trainbus-loop", daemon=True)
+        self._thread: threading.Thread | None = None
         self._waits_for_a_thread = False
+        #: Taken by the one thread that runs the loop.
+        self._turn = deque([True])
+
+    def start(self) -> None:
+        """Start the thread; again when a Ctrl-C struck in here, and then only one of the two runs the loop."""
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name="trainbus-loop", daemon=True).start()
         except RuntimeError:
             self._waits_for_a_thread = True
             if threading.main_thread().is_alive():
@@ -46,6 +52,10 @@ class OwnLoop:
         self._run()
 
     def _run(self) -> None:
+        if not self._turn:
+            return
+        self._turn.popleft()
+        self._thread = threading.current_thread()
         loop = _new_loop()
         loop.set_default_executor(self._executor)
         try:
@@ -64,8 +74,9 @@ class OwnLoop:
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end; False when something holds it."""
-        if self._thread.ident is not None and not self.is_current():
-            self._thread.join(max(timeout, 0.0))
+        if self._thread is None or self.is_current():
+            return True
+        self._thread.join(max(timeout, 0.0))
         return not self._thread.is_alive()
 
 

@@ -50,6 +50,8 @@ class Runner:
         self._log = bus._log
         #: Asked for by `with bus:` or `async with bus:`, not started by a publish.
         self.explicit = explicit
+        #: False while it starts, and when a Ctrl-C struck in that.
+        self.is_started = False
         self.host: Host | None = None
         self.pump: Pump | None = None
         self.own: OwnLoop | None = None
@@ -67,12 +69,16 @@ class Runner:
 
     def start_own(self) -> None:
         """Start a loop in a thread of the bus's own; returns at once, the loop takes over what is in the log."""
-        threads = sum(subscription.kind == "thread" for subscription in self._bus._registry.all())
-        self.own = OwnLoop(self._main, spare_threads=threads)
+        if self.own is None:
+            threads = sum(subscription.kind == "thread" for subscription in self._bus._registry.all())
+            self.own = OwnLoop(self._main, spare_threads=threads)
+        self.own.start()
+        self.is_started = True
 
     def start_here(self, host: Host) -> None:
         """Run on the loop that runs here."""
         self._begin(host, lingers=False)
+        self.is_started = True
 
     async def _main(self, host: AsyncioHost) -> None:
         self._begin(host, lingers=True)
