@@ -58,6 +58,8 @@ def _run_one(bus: Publisher, hook: InlineHook, event: Event) -> Exception | None
             event.hook,
             once=True,
         )
+    if isinstance(error, PublishRecursionError):
+        raise error  # isolated at each of its levels it would be tried again there, by every hook
     if error is not None:
         bus._failures.hook_failed(hook, event, error)
     return error

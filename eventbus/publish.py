@@ -174,6 +174,8 @@ class Publisher(ABC):
         for cursor in blocking:
             until = perf_counter() + (0.0 if on_loop else cursor.options.block_timeout)
             while cursor.queued() + len(self._log) >= cursor.maxsize:
+                if on_loop:
+                    self._log.feed()  # nobody else can meanwhile, and only what is fed can be too much
                 if perf_counter() >= until:
                     if cursor.queued() >= cursor.maxsize:
                         refused.append(cursor)

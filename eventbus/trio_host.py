@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from typing import Any
 
 import trio
@@ -33,8 +34,9 @@ class TrioHost:
         async def stepped() -> None:
             await measured(run(), on_hold)
 
-        # a system task is not under the host's cancel scopes, and a Ctrl-C never strikes in it
-        trio.lowlevel.spawn_system_task(stepped, name=name)
+        # a system task is not under the host's cancel scopes, and a Ctrl-C never strikes in it; like one of asyncio's
+        # it knows which event is being handled where it was started
+        trio.lowlevel.spawn_system_task(stepped, name=name, context=copy_context())
 
     def call(self, fn: Callable[[], object]) -> None:
         try:
