@@ -51,7 +51,11 @@ def _id(event: Event) -> str:
 
 
 def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    try:
+        moment = datetime.fromtimestamp(seconds, UTC)
+    except (OSError, OverflowError, ValueError):  # an event whose time is none
+        moment = datetime.fromtimestamp(0, UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def signing_key(secret: str | bytes | None) -> bytes | None:

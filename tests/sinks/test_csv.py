@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from eventbus.errors import SinkUnavailable
@@ -264,6 +264,8 @@ _session = st.lists(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(_session, min_size=1, max_size=4))
+@example([[(1, "", False), (0, "", False), (1, "", False)], [(0, "", True), (1, "", False)]])
+@example([[(0, "", False)], [(0, "a", True), (0, "", True)], [(0, "b", False), (0, "", False)]])
 def test_any_sequence_of_sessions_leaves_what_a_simple_model_says(sessions: list[list[tuple[int, str, bool]]]) -> None:
     """Rows of earlier sessions make way for those of the same epoch, at their place; all else is appended."""
     model: list[tuple[int, int, str]] = []

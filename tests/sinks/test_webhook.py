@@ -85,6 +85,10 @@ class TestMessage:
         event = decode(sinks.webhook.encoded([epoch(3)])[0])
         assert isinstance(event, FitEpochEnd)
 
+    async def test_a_time_that_is_none_is_no_reason_to_fail(self, receiver: Receiver) -> None:
+        await send(WebhookSink(receiver.url()), *(epoch(time=value) for value in (0.0, float("nan"), 1e30)))
+        assert {body["timestamp"] for body in receiver.bodies} == {"1970-01-01T00:00:00.000000Z"}
+
     async def test_a_configuration_stays_at_home(self, receiver: Receiver) -> None:
         await send(WebhookSink(receiver.url()), PretrainRoutineStart(config={"api": "private"}, name="resnet"))
         assert b"private" not in receiver.requests[0].body
@@ -417,6 +421,23 @@ class TestClient:
             with pytest.raises(WebhookError, match=r"in 1 attempt: LookupError no route to http://127\.0\.0\.1:\d+/…"):
                 await send(sink, epoch())
 
+    async def test_an_attempt_that_was_cut_off_costs_the_client_not_the_next_attempt(
+        self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """httpx's pool can stay one connection short after a cancelled request: a new client is made."""
+        made: list[httpx.AsyncClient] = []
+
+        def make() -> Any:
+            made.append(httpx.AsyncClient())
+            return made[-1]
+
+        monkeypatch.setattr(sinks.endpoint, "_make_client", make)
+        monkeypatch.setattr(sinks.endpoint, "ATTEMPT_LIMIT_S", 0.1)
+        receiver.script.extend([status(200), status(503), drip_headers, status(200)])
+        await send(WebhookSink(receiver.url(), retry=QUICK), epoch(0), epoch(1), epoch(2))
+        assert len(made) == 2
+        assert all(client.is_closed for client in made)
+
     def test_what_is_no_client_is_refused(self) -> None:
         with httpx.Client() as client, pytest.raises(TypeError, match=r"must be an httpx\.AsyncClient or one like it"):
             WebhookSink("https://example.com", client=client)  # type: ignore[arg-type]  # what is tested
@@ -476,6 +497,7 @@ class TestSecrets:
             *(status(200), status(404), status(410), status(503), garbage, reset, hang, drip_headers),
             status(302, {"location": "/services/T0KEN/next?key=qu3ry"}),
             status(302, {"location": "http://127.0.0.1:9/services/T0KEN?key=qu3ry"}),
+            status(200, {"x-echo": "/services/T0KEN/B0T-part%20x?key=qu3ry-value", "x-user": "us3r-name"}),
             None,
         ],
     )
