@@ -1,4 +1,4 @@
-"""Files as sinks use them: appended to off the loop, whole or not at all, and mended after a crash.
+"""Files as sinks use them: appended to off the loop, whole or not at all.
 
 On asyncio the IO goes through aiofiles, on trio (which aiofiles does not know) through anyio. Files are opened
 without a buffer: a killed process loses nothing that `AppendFile.append` has returned for, a full disk is noticed by
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-__all__ = ["AppendFile", "set_aside"]
+__all__ = ["AppendFile"]
 
 
 class _RawFile(Protocol):
@@ -81,12 +81,3 @@ def _make_parents(path: Path) -> None:
 def _sync(fd: int) -> None:
     if stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe or a device cannot be synced
         os.fsync(fd)
-
-
-def set_aside(path: Path, start: int) -> None:
-    """Move the bytes of `path` from `start` on, which a crash left torn, to the end of ``<path>.torn``."""
-    with open(path, "r+b") as file, open(f"{path}.torn", "ab") as torn:
-        file.seek(start)
-        torn.write(file.read() + b"\n")
-        torn.flush()
-        file.truncate(start)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import gzip
 import logging
 import os
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
-
-import msgspec
+from typing import Literal, get_args
 
 from eventbus.codec import decode
 from eventbus.errors import DecodeError
 from eventbus.events import Event
 from eventbus.sink import encoded
-from sinks.files import AppendFile, set_aside
+from sinks.files import AppendFile
 from sinks.filesink import FileSink
-from sinks.segments import compress, rotate, segments
+from sinks.mending import mend
+from sinks.segments import Compressor, rotate, segments
 from sinks.threads import in_thread
 
 __all__ = ["JSONLEvents", "JSONLSink", "read_jsonl"]
@@ -36,7 +34,6 @@ _EVERY_HOOK_BUT_THE_INNER_STEPS = (
     "!on_val_batch_start",
     "!on_val_image_end",
 )
-_CHUNK = 64 * 1024
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ class JSONLSink(FileSink[bytes]):
         return encoded(events)
 
     async def _open_file(self, path: Path) -> _Lines:
-        lines = _Lines(path, self.fsync, self.rotate_bytes, _Compressor(path) if self.compress else None)
+        lines = _Lines(path, self.fsync, self.rotate_bytes, Compressor(path) if self.compress else None)
         await lines.open()
         return lines
 
@@ -81,7 +78,7 @@ class JSONLSink(FileSink[bytes]):
 class _Lines:
     """One JSONL file open for appending, which rotates itself."""
 
-    def __init__(self, path: Path, fsync: _Fsync, rotate_bytes: int | None, compressor: _Compressor | None) -> None:
+    def __init__(self, path: Path, fsync: _Fsync, rotate_bytes: int | None, compressor: Compressor | None) -> None:
         self._path = path
         self._fsync = fsync
         self._rotate_bytes = rotate_bytes
@@ -90,7 +87,7 @@ class _Lines:
         self._cannot_rotate = False
 
     async def open(self) -> AppendFile:
-        await in_thread(_mend, self._path)
+        await in_thread(mend, self._path)
         self._file = await AppendFile.open(self._path)
         if self._compressor is not None:
             await in_thread(self._compressor.start)  # what the last process left
@@ -137,71 +134,6 @@ async def _close_quietly(file: AppendFile) -> None:
         await file.aclose()
     except OSError as error:
         _log.warning("A rotated file reported an error when it was closed: %s", error.strerror or error)
-
-
-class _Compressor:
-    """Gzips the closed segments of one file in a thread, which neither the writes nor the end of the process await."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin, unless a run is under way (what it misses, the next one finds)."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="trainbus-gzip", daemon=True)
-            self._thread.start()
-
-    def finish(self) -> None:
-        """Wait until every closed segment is compressed."""
-        if self._thread is not None:
-            self._thread.join()
-        self._run()
-
-    def _run(self) -> None:
-        try:
-            compress(self._path)
-        except OSError as error:
-            _log.warning("A segment of %s stays uncompressed: %s", self._path, error.strerror or error)
-
-
-# -------------------------------------------------------------------------------------------------- reopening
-
-
-def _mend(path: Path) -> None:
-    """Make `path`, if it is there, end with a whole line; works on bytes: a cut may lie inside a character."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = _last_line_end(file, size)
-        file.seek(start)
-        tail = file.read()
-    if not tail:
-        return
-    if _is_whole(tail):  # only its line end was lost
-        with open(path, "ab") as file:
-            file.write(b"\n")
-    else:
-        set_aside(path, start)
-
-
-def _last_line_end(file: BinaryIO, size: int) -> int:
-    while size > 0:
-        start = max(0, size - _CHUNK)
-        file.seek(start)
-        found = file.read(size - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        size = start
-    return 0
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
 
 
 # ---------------------------------------------------------------------------------------------------- reading

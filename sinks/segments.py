@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import glob
 import gzip
+import logging
 import os
 import re
 import shutil
+import threading
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["compress", "rotate", "segments"]
+__all__ = ["Compressor", "compress", "rotate", "segments"]
 
+_log = logging.getLogger(__name__)
 _SUFFIX = re.compile(r"\.(\d{4,})(\.gz)?$")
 
 
@@ -53,3 +57,32 @@ def _number(segment: Path) -> re.Match[str] | None:
 def _twins(segment: Path) -> tuple[Path, Path]:
     plain = segment.with_suffix("") if segment.suffix == ".gz" else segment
     return plain, Path(f"{plain}.gz")
+
+
+class Compressor:
+    """Gzips the closed segments of one file in a thread, which neither the writes nor the end of the process await."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless a run is under way (what it misses, the next one finds)."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        thread = threading.Thread(target=self._run, name="trainbus-gzip", daemon=True)
+        with suppress(RuntimeError):  # the interpreter is exiting: the next session does it
+            thread.start()
+            self._thread = thread
+
+    def finish(self) -> None:
+        """Wait until every closed segment is compressed."""
+        if self._thread is not None:
+            self._thread.join()
+        self._run()
+
+    def _run(self) -> None:
+        try:
+            compress(self._path)
+        except OSError as error:
+            _log.warning("A segment of %s stays uncompressed: %s", self._path, error.strerror or error)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from sinks.cells import identity
-from sinks.files import AppendFile, set_aside
+from sinks.files import AppendFile
+from sinks.mending import set_aside
 from sinks.threads import in_thread
 
 __all__ = ["Table"]
