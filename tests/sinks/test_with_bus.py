@@ -118,8 +118,8 @@ def test_a_path_that_cannot_be_opened_is_reported_retried_and_loses_nothing(tmp_
     folder.write_text("in the way")
     heard: list[SubscriberErrorEvent] = []
     with EventBus() as bus:
-        bus.attach(JSONLSink(folder / "e.jsonl"), name="jsonl")
         bus.on(SubscriberErrorEvent)(heard.append)
+        bus.attach(JSONLSink(folder / "e.jsonl"), name="jsonl")
         for step in range(50):
             bus.publish(TrainBatchEnd(epoch=0, batch=step, step=step))
         wait_until(lambda: heard)
