@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from eventbus.stats import Counters
 
 if TYPE_CHECKING:
-    from eventbus.log import Entry
+    from eventbus.entry import Entry
     from eventbus.options import Options
 
 __all__ = ["Cursor", "cursor_for"]

@@ -16,8 +16,8 @@ from eventbus import handling
 
 if TYPE_CHECKING:
     from eventbus.bus import EventBus
+    from eventbus.entry import Entry
     from eventbus.events import Event
-    from eventbus.log import Entry
     from eventbus.loop import Host, Scope
     from eventbus.subscription import Queued
 

@@ -32,7 +32,11 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle_threads = 0
         self._started_threads = 0
-        for _ in range(_STARTED + spare):
+        self._spare = spare
+
+    def start(self) -> None:
+        """Start the threads that are there from the beginning; again for those that a Ctrl-C prevented."""
+        for _ in range(self._started_threads, _STARTED + self._spare):
             self._start_thread()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

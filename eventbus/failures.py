@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from eventbus.log import Entry
+    from eventbus.entry import Entry
     from eventbus.publish import Publisher
     from eventbus.subscription import InlineHook, Queued, Subscription
 

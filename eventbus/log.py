@@ -9,25 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import count, repeat
 from operator import iadd
 from threading import get_ident
 from time import perf_counter, sleep, time
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
-from eventbus.codec import encode
-from eventbus.events import Event, EventsDropped, SubscriberDisabled, SubscriberErrorEvent, UnknownEvent
+from eventbus.events import EventsDropped, SubscriberDisabled, SubscriberErrorEvent, UnknownEvent
 from eventbus.snapshot import COPIES, TIME, Draft, resolve_draft
 
 if TYPE_CHECKING:
     from eventbus.cursor import Cursor
+    from eventbus.entry import Entry
     from eventbus.filters import Filter
     from eventbus.marks import Flush
     from eventbus.subscription import Queued
 
-__all__ = ["HANDOFF", "Entry", "Log", "Mark", "hears_rank"]
+__all__ = ["HANDOFF", "Log", "Mark", "hears_rank"]
 
 #: How many events the hand-off buffer takes before publishers help to empty it.
 HANDOFF = 20_000
@@ -40,46 +38,16 @@ _DEVICE_WAIT_S = 10.0
 _ABOUT = frozenset({SubscriberErrorEvent, SubscriberDisabled, EventsDropped})
 
 
-class Entry(msgspec.Struct, gc=False):
-    """One event in the log, shared by the cursors of all its subscribers, and gone with the last of them."""
-
-    event: Event
-    seq: int
-    size: int
-    shed: bool
-    #: What filters look at: the event's class, or the hook of an event whose class is unknown here.
-    kind: Any
-    #: The thread that published it, where somebody may have to be told.
-    thread: int = 0
-    #: Cursors with ``overflow="block"`` for which the publisher gave up waiting.
-    refused_by: tuple[Cursor, ...] = ()
-    encoded: bytes | None = None
-
-    @property
-    def json(self) -> bytes:
-        """The event as JSON, encoded once for all sinks."""
-        if self.encoded is None:
-            self.encoded = encode(self.event)
-        return self.encoded
-
-
 class Stretch:
     """Consecutive events on their way to the cursors, with what the filters of all of them ask first."""
 
     __slots__ = ("entries", "kinds", "other_ranks", "size")
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.kinds: set[Any] = set()
-        self.other_ranks = False
-        self.size = 0
-
-    def add(self, entry: Entry) -> None:
-        self.entries.append(entry)
-        self.kinds.add(entry.kind)
-        self.size += entry.size
-        if entry.event.rank:
-            self.other_ranks = True
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self.kinds = {entry.kind for entry in entries}
+        self.other_ranks = {entry.event.rank for entry in entries} != {0}
+        self.size = sum([entry.size for entry in entries])
 
 
 class Mark:
@@ -97,10 +65,13 @@ class Log:
         self.buffer: deque[Draft] = deque()
         #: One-element tuples of numbers; a new tuple costs nothing, since `zip` uses its last one again.
         self.numbers = zip(count(1))
-        self._fed = 0
+        #: What the feeder has taken from the buffer and not handed on yet.
+        self._window: list[Draft] = []
         self._feeder = 0
         self._channels: tuple[Channel, ...] = ()
         self.subscribers: tuple[Queued, ...] = ()
+        #: Those that hear nothing any more and have events that are not settled.
+        self.leaving: tuple[Queued, ...] = ()
         #: Attached, and not yet served by a worker.
         self.newcomers: deque[Queued] = deque()
         #: Set by the pump before it sleeps; who clears it wakes the pump.
@@ -136,7 +107,7 @@ class Log:
         self.wake()
 
     def __len__(self) -> int:
-        return len(self.buffer)
+        return len(self.buffer) + len(self._window)
 
     def feed(self, budget_s: float = float("inf"), most: int | None = None) -> bool:
         """Hand on what is in the buffer; returns whether anything was. One thread at a time feeds, others return.
@@ -168,49 +139,49 @@ class Log:
     def catch_up(self, timeout: float = 1.0) -> None:
         """Hand on all that was published before, waiting for another feeder; from inside the feeder, do nothing."""
         end = perf_counter() + timeout
-        while self.buffer and self._feeder != get_ident() and perf_counter() < end:
+        while len(self) and self._feeder != get_ident() and perf_counter() < end:
             if not self.feed():
                 sleep(0.0005)
 
     def _feed(self, until_s: float, most: int | None) -> bool:
-        moved = 0
-        while self.buffer:
-            # by index: an iterator would end with an error when another thread appends before its first step
-            window = list(map(self.buffer.__getitem__, range(min(len(self.buffer), most or _WINDOW))))
-            if window[0][-1] > self._fed:
-                done = self._feed_window(window)
-                if not done:
-                    break
-                self._fed = window[done - 1][-1]
-            while self.buffer and self.buffer[0][-1] <= self._fed:
-                self.buffer.popleft()
-                moved += 1
+        window = self._window
+        moved = False
+        while self.buffer or window:
+            if not window:  # one C call moves them: an interrupted feeder leaves them here for the next one
+                count = min(len(self.buffer), most or _WINDOW)
+                window.extend(map(deque.popleft, repeat(self.buffer, count)))
+            done = self._feed_window(window)
+            if not done:
+                break
+            del window[:done]
+            moved = True
             if most is not None or perf_counter() > until_s:
                 break
-        return moved > 0
+        return moved
 
     def _feed_window(self, window: list[Draft]) -> int:
-        """Hand on a stretch of the buffer; returns how much of it, less while numbers are still on a GPU."""
-        stretch = Stretch()
+        """Hand on a stretch of the log; returns how much of it, less while numbers are still on a GPU."""
+        entries: list[Entry] = []
         done = 0
         for draft in window:
             if draft[0] is None:
-                self._distribute(stretch)
-                stretch = Stretch()
+                self._distribute(entries)
+                entries = []
                 draft[1].reached(draft[-1])
             elif draft[2] is not None and not _has_arrived(draft):
                 break
             else:
                 try:
-                    stretch.add(self._admit(draft))
+                    entries.append(self._admit(draft))
                 except Exception as error:  # noqa: BLE001  # one odd event must not stop those behind it
                     self.errors.append((draft[0].hook, error))
             done += 1
-        self._distribute(stretch)
+        self._distribute(entries)
         return done
 
-    def _distribute(self, stretch: Stretch) -> None:
-        if stretch.entries:
+    def _distribute(self, entries: list[Entry]) -> None:
+        if entries:
+            stretch = Stretch(entries)
             about_us = not stretch.kinds.isdisjoint(_ABOUT)
             for channel in self._channels:
                 channel.feed(stretch, about_us=about_us)
@@ -225,7 +196,7 @@ class Log:
         if flush in self.flushes:
             self.flushes.remove(flush)
         if not self.flushes:
-            for subscriber in self.subscribers:
+            for subscriber in self.served():
                 subscriber.cursor.on_settled = None
 
     def attach(self, subscriber: Queued) -> None:
@@ -241,7 +212,12 @@ class Log:
 
     def detach(self, subscriber: Queued) -> None:
         self.subscribers = tuple(s for s in self.subscribers if s is not subscriber)
+        self.leaving = tuple(s for s in {*self.leaving, subscriber} if s.cursor.pending)
         self.rechannel()
+
+    def served(self) -> list[Queued]:
+        """Every subscriber to which the bus itself delivers, those that are leaving included; streams are read."""
+        return [s for s in (*self.subscribers, *self.leaving) if s.kind != "stream"]
 
 
 class Channel:

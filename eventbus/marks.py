@@ -65,9 +65,10 @@ class Flush(Mark):
 
     def reached(self, seq: int) -> None:
         self._seq = seq
-        cursors = [subscriber.cursor for subscriber in self._log.subscribers]
+        cursors = [subscriber.cursor for subscriber in self._log.served()]
         self._waiting = set(cursors)
-        self._log.flushes.append(self)
+        if self not in self._log.flushes:  # an interrupted feeder begins again
+            self._log.flushes.append(self)
         for cursor in cursors:
             cursor.on_settled = self._log.settled
             cursor.hurry()

@@ -37,6 +37,7 @@ class OwnLoop:
 
     def start(self) -> None:
         """Start the thread; again when a Ctrl-C struck in here, and then only one of the two runs the loop."""
+        self._executor.start()
         try:
             threading.Thread(target=self._run, name="trainbus-loop", daemon=True).start()
         except RuntimeError:

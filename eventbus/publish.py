@@ -16,16 +16,17 @@ from eventbus.events import Event, UnknownEvent
 from eventbus.failures import ABOUT_US, Failures
 from eventbus.identity import find_attempt, find_rank, find_run
 from eventbus.inline import run_hooks
-from eventbus.log import HANDOFF, Entry, Log
+from eventbus.log import HANDOFF, Log
 from eventbus.marks import Detach
 from eventbus.redaction import Redaction
 from eventbus.registry import Registry
 from eventbus.route import Route
-from eventbus.snapshot import COPIES, EVENT, NOTE, Draft, Snapshot
+from eventbus.snapshot import COPIES, NOTE, Draft, Snapshot
 from eventbus.subscription import Queued, Subscription
 
 if TYPE_CHECKING:
     from eventbus.cursor import Cursor
+    from eventbus.entry import Entry
 
 __all__ = ["Publisher"]
 
@@ -159,10 +160,7 @@ class Publisher(ABC):
 
     def _admit(self, draft: Draft) -> Entry:
         """On the bus side: the entry that cursors hold, with the event as subscribers see it."""
-        cls = draft[EVENT].__class__
-        snapshot = self._snapshots[cls]
-        event = snapshot.stamp(draft, self._run, self._rank, self._attempt)
-        entry = Entry(event, event.seq, snapshot.size(event), cls.shed, cls if cls is not UnknownEvent else event.hook)
+        entry = self._snapshots[draft[0].__class__].admit(draft, self._run, self._rank, self._attempt)
         if draft[NOTE] is not None:
             entry.thread, entry.refused_by = draft[NOTE]
         return entry

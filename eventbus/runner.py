@@ -211,7 +211,7 @@ class Runner:
         return tuple(self.pump.deliveries.values()) if self.pump is not None else ()
 
     def _settled(self) -> int:
-        cursors = [subscriber.cursor for subscriber in self._log.subscribers]
+        cursors = [subscriber.cursor for subscriber in self._log.served()]
         return sum(c.delivered + c.failed + c.timed_out + c.dropped for c in cursors)
 
     def _give_up(self, reason: str) -> None:
@@ -221,11 +221,11 @@ class Runner:
             return
         self._given_up = True
         self._take_over_the_rest()
-        left = {s.name: s.cursor.pending for s in self._log.subscribers if s.cursor.pending}
+        left = {s.name: s.cursor.pending for s in self._log.served() if s.cursor.pending}
         for delivery in self._deliveries():
             if not delivery.ended:
                 delivery.cut(reason)
-        for subscriber in self._log.subscribers:
+        for subscriber in self._log.served():
             subscriber.cursor.drop_all(reason)
         self.report = CloseReport(not left, left)
 

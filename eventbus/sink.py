@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 from eventbus.codec import encode
 
 if TYPE_CHECKING:
+    from eventbus.entry import Entry
     from eventbus.events import Event
-    from eventbus.log import Entry
 
 __all__ = ["Batch", "Sink", "encoded"]
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from msgspec.structs import replace
 
 from eventbus.device import Copies, Slots
-from eventbus.events import Event
+from eventbus.entry import Entry
+from eventbus.event import Event, UnknownEvent
 from eventbus.frozen import PLAIN, DeviceDict, FrozenDict, freeze, resolve, weigh
 from eventbus.redaction import HIDDEN
 
@@ -40,14 +41,14 @@ class Snapshot:
 
     - ``draft(event)``: the event with what has to be copied now, for the log.
     - ``stamp(draft, run, rank, attempt)``: the event that subscribers see.
-    - ``size(event)``: about how many bytes a stamped event holds.
+    - ``admit(draft, run, rank, attempt)``: the same as the log keeps it, with about how many bytes it holds.
     """
 
-    __slots__ = ("_kept", "_plain", "_redaction", "_slots", "draft", "size", "stamp")
+    __slots__ = ("_kept", "_plain", "_redaction", "_slots", "admit", "draft", "stamp")
 
     draft: Callable[[Event], Draft]
     stamp: Callable[[Draft, str, int, int], Event]
-    size: Callable[[Event], int]
+    admit: Callable[[Draft, str, int, int], Entry]
 
     def __init__(self, cls: type[Event], redaction: Redaction, slots: Slots) -> None:
         self._redaction = redaction
@@ -58,13 +59,14 @@ class Snapshot:
         self._plain = [name for name in own if hints[name] in _UNEXPECTED]
         self._kept = [name for name in own if hints[name] not in _UNEXPECTED]
         scope: dict[str, Any] = {
-            "FrozenDict": FrozenDict, "HIDDEN": HIDDEN, "PLAIN": PLAIN, "clean": redaction.container,
-            "draft_slowly": self._draft_slowly, "harmless": redaction.harmless, "replace": replace,
-            "tidy": self._tidy, "time": time, "weigh": weigh,
+            "Entry": Entry, "FrozenDict": FrozenDict, "HIDDEN": HIDDEN, "KIND": cls, "PLAIN": PLAIN, "SHED": cls.shed,
+            "clean": redaction.container, "draft_slowly": self._draft_slowly, "harmless": redaction.harmless,
+            "replace": replace, "tidy": self._tidy, "time": time, "weigh": weigh, "weigh_plain": self._weigh_plain,
         }  # fmt: skip
-        source = _draft_source(self._kept) + self._stamp_source(hints) + self._size_source(hints)
+        kind = "stamped.hook" if cls is UnknownEvent else "KIND"
+        source = _draft_source(self._kept) + self._stamp_source(hints) + self._admit_source(hints, kind)
         exec("\n".join(source), scope)  # noqa: S102  # made of field names only, which are identifiers
-        self.draft, self.stamp, self.size = scope["draft"], scope["stamp"], scope["size"]
+        self.draft, self.stamp, self.admit = scope["draft"], scope["stamp"], scope["admit"]
 
     def stamp_lazily(self, draft: Draft, run: str, rank: int, attempt: int) -> Event:
         """The event for an inline hook while numbers are on a GPU: reading one waits for it, nothing else does."""
@@ -86,26 +88,49 @@ class Snapshot:
         frozen = {name: freeze(getattr(event, name), copies) for name in self._plain}
         return replace(event, **{name: self._redaction.container(resolve(value)) for name, value in frozen.items()})
 
+    def _weigh_plain(self, event: Event) -> int:
+        return sum(weigh(getattr(event, name)) for name in self._plain)
+
     def _stamp_source(self, hints: dict[str, Any]) -> list[str]:
-        unexpected = " or ".join(f"({_UNEXPECTED[hints[name]].format(f'event.{name}')})" for name in self._plain)
         fields = [f"{name}={_cleaned(hints[name], f'draft[{CAPTURED + i}]')}" for i, name in enumerate(self._kept)]
-        fields += [f"{n}=HIDDEN" for n in self._plain if hints[n] in (str, str | None) and self._redaction.is_secret(n)]
         return [
             "def stamp(draft, run, rank, attempt):",
             "    event = draft[0]",
-            f"    if {unexpected or False}:",
+            f"    if {self._oddity(hints)}:",
             "        event = tidy(event)",
-            "    return replace(",
-            "        event, seq=draft[-1], time=event.time or draft[1], run=run if event.run is None else event.run,",
-            "        rank=rank if event.rank is None else event.rank, attempt=event.attempt or attempt,",
-            f"        {', '.join(fields)}",
-            "    )",
+            *self._replace_source("return ", hints, fields),
         ]
 
-    def _size_source(self, hints: dict[str, Any]) -> list[str]:
+    def _admit_source(self, hints: dict[str, Any], kind: str) -> list[str]:
+        """`stamp` once more, inlined: a call for each event is what the bus side has most of."""
         texts = [f"len(event.{name} or '')" for name in self._plain if hints[name] in (str, str | None)]
-        kept = [f"100 * len(event.{n})" if hints[n] in _NUMBERS else f"weigh(event.{n})" for n in self._kept]
-        return ["def size(event):", f"    return {' + '.join(['400', *texts, *kept])}"]
+        kept = [f"(100 * len(v{i}) if type(v{i}) in SIZED else weigh(v{i}))" for i in range(len(self._kept))]
+        return [
+            "SIZED = (FrozenDict, tuple)" if all(hints[n] in _NUMBERS for n in self._kept) else "SIZED = ()",
+            "def admit(draft, run, rank, attempt):",
+            "    event = draft[0]",
+            f"    if {self._oddity(hints)}:",
+            "        event = tidy(event)",
+            "        size = 400 + weigh_plain(event)",
+            "    else:",
+            f"        size = {' + '.join(['400', *texts])}",
+            *(f"    v{i} = {_cleaned(hints[n], f'draft[{CAPTURED + i}]')}" for i, n in enumerate(self._kept)),
+            *self._replace_source("stamped = ", hints, [f"{name}=v{i}" for i, name in enumerate(self._kept)]),
+            f"    return Entry(stamped, draft[-1], {' + '.join(['size', *kept])}, SHED, {kind})",
+        ]
+
+    def _oddity(self, hints: dict[str, Any]) -> str:
+        return " or ".join(f"({_UNEXPECTED[hints[n]].format(f'event.{n}')})" for n in self._plain) or "False"
+
+    def _replace_source(self, lead: str, hints: dict[str, Any], fields: list[str]) -> list[str]:
+        secret = [n for n in self._plain if hints[n] in (str, str | None) and self._redaction.is_secret(n)]
+        return [
+            f"    {lead}replace(",
+            "        event, seq=draft[-1], time=event.time or draft[1], run=run if event.run is None else event.run,",
+            "        rank=rank if event.rank is None else event.rank, attempt=event.attempt or attempt,",
+            f"        {', '.join([*fields, *(f'{name}=HIDDEN' for name in secret)])}",
+            "    )",
+        ]
 
 
 def resolve_draft(draft: Draft) -> None:

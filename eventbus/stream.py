@@ -12,8 +12,8 @@ from eventbus.loop import current_host
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from eventbus.entry import Entry
     from eventbus.events import Event
-    from eventbus.log import Entry
     from eventbus.loop import Waker
     from eventbus.publish import Publisher
     from eventbus.stats import SubscriberStats

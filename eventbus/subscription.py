@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from eventbus.entry import Entry
     from eventbus.events import Event
     from eventbus.filters import Filter
-    from eventbus.log import Entry
     from eventbus.options import Kind, Options
     from eventbus.publish import Publisher
     from eventbus.stats import SubscriberStats

@@ -13,7 +13,7 @@ from eventbus.delivery import Delivery, backoff_s
 
 if TYPE_CHECKING:
     from eventbus.bus import EventBus
-    from eventbus.log import Entry
+    from eventbus.entry import Entry
     from eventbus.loop import Host
     from eventbus.subscription import Queued
 
