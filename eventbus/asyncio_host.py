@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eventbus.loop import measured
+from eventbus.notices import logger
 
 if TYPE_CHECKING:
     from typing import Self
@@ -49,8 +50,9 @@ class AsyncioHost:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen: workers tell their own errors
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):  # workers tell their handlers' errors: this is one of ours
+            logger.error("%s ended: %r", task.get_name(), error, exc_info=error)
 
     def call(self, fn: Callable[[], object]) -> None:
         """Call it on the loop, soon; from any thread."""
@@ -88,6 +90,13 @@ class AsyncioHost:
                 return True
         return isinstance(error, asyncio.CancelledError) and all(t.cancelling() for t in self._tasks if not t.done())
 
+    def forgives(self, error: BaseException, scope: _AsyncioScope) -> bool:
+        """Take back a cancellation that neither we nor the loop's owner asked for."""
+        if not isinstance(error, asyncio.CancelledError) or scope.cancel_called or self.is_ours(error):
+            return False
+        scope.uncancel()
+        return True
+
     def interrupt(self, error: KeyboardInterrupt) -> None:
         """Let a KeyboardInterrupt that left a handler leave the loop too."""
         raise error
@@ -107,6 +116,11 @@ class _AsyncioScope:
         if not self.cancel_called:
             self.cancel_called = True
             self._task.cancel()
+
+    def uncancel(self) -> None:
+        """Take back every cancellation of the task."""
+        while self._task.uncancel():
+            pass
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()

@@ -126,20 +126,20 @@ class EventBus(Publisher):
         maxsize: int = 1024, overflow: str = "drop_oldest",
     ) -> Stream[E]:  # fmt: skip
         """Events as an async iterator on the caller's loop: ``async with bus.stream("on_log") as events:``."""
-        return Stream(lambda: self._pull("stream", hooks, run=run, when=when, maxsize=maxsize, overflow=overflow))
+        filter = Filter(*hooks)
+        return Stream(lambda: self._pull("stream", filter, run=run, when=when, maxsize=maxsize, overflow=overflow))
 
     def wait_for(
         self, hook: str | type[E], *, run: str | None = None, when: Callable[[E], object] | None = None,
         timeout: float | None = None,
     ) -> Waiting:  # fmt: skip
         """The next event of a hook, to be awaited; subscribes now. Raises `TimeoutError` after `timeout` seconds."""
-        return Waiting(self._pull("wait_for", (hook,), run=run, when=when, once=True), timeout)
+        return Waiting(self._pull("wait_for", Filter(hook), run=run, when=when, once=True), timeout)
 
-    def _pull(self, label: str, hooks: tuple[str | type[Event], ...], **given: Any) -> Queued:
+    def _pull(self, label: str, filter: Filter, **given: Any) -> Queued:
         self._check_not_inert()
         subscriber = self._registry.enter(
-            None, f"{label} {' '.join(h if isinstance(h, str) else h.hook for h in hooks)}", "stream", Filter(*hooks),
-            Options.of(label, given),
+            None, f"{label} {' '.join(filter.names)}", "stream", filter, Options.of(label, given)
         )  # fmt: skip
         assert isinstance(subscriber, Queued)  # noqa: S101
         return subscriber
@@ -170,6 +170,7 @@ class EventBus(Publisher):
             former.take_over()
             await former.leave(10.0)
         self._runner = runner = Runner(self, explicit=True)
+        self._refuses = False
         self._open()
         runner.start_here(host)
         return self
@@ -262,10 +263,12 @@ class EventBus(Publisher):
         self._refuse_events()
         self._log.catch_up()
         left = {}
-        for subscriber in self._log.subscribers:
+        for subscriber in self._log.served():
             if subscriber.cursor.pending:
                 left[subscriber.name] = subscriber.cursor.pending
             subscriber.cursor.drop_all("closed")
+        for subscriber in self._log.subscribers:
+            subscriber.cursor.end()  # who reads a stream waits no longer
         self._report = CloseReport(not left, left)
 
     def _close_with(self, in_flight: BaseException | None, due: BaseException | None) -> None:
@@ -275,12 +278,15 @@ class EventBus(Publisher):
             raise due
         in_flight.add_note(f"a subscriber failed meanwhile: {type(due).__name__}: {due}")
 
+    def _is_served(self) -> bool:
+        return self._runner is not None or not self._autostart
+
     def _is_loop_thread(self) -> bool:
         return self._runner is not None and self._runner.is_loop_thread()
 
     def _ensure_started(self) -> None:
         """Start a loop of our own, unless there is one. Claiming the start is one step, so two publishers start one."""
-        if self._starting or (self._runner is None and not self._autostart):
+        if self._starting or self._refuses or (self._runner is None and not self._autostart):
             return
         if self._runner is not None and self._runner.is_started:
             return
@@ -291,9 +297,12 @@ class EventBus(Publisher):
             self._starting = False
 
     def _start_own(self, *, explicit: bool) -> None:
+        fresh = Runner(self, explicit=explicit)
+        if self._runner is None:  # a test and a store without a call between: of several starters one comes first
+            self._runner = fresh
         runner = self._runner
-        if runner is None:  # else a Ctrl-C struck in here
-            self._runner = runner = Runner(self, explicit=explicit)
+        if explicit:
+            self._refuses = False
         self._open()
         runner.explicit |= explicit
         runner.start_own()
@@ -304,7 +313,6 @@ class EventBus(Publisher):
             self._ensure_started()
 
     def _open(self) -> None:
-        self._refuses = False
         self._reroute()
         exits.running.add(self)
 
@@ -313,9 +321,10 @@ class EventBus(Publisher):
         self._reroute()
 
     def _runner_ended(self, runner: Runner) -> None:
-        if self._runner is runner:
-            self._runner = None
-            self._report = runner.report
+        if self._runner is not runner:
+            return
+        self._runner = None
+        self._report = runner.report
         self._refuse_events()
         exits.running.discard(self)
 

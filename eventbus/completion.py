@@ -28,7 +28,7 @@ class Completion:
             waker.wake()
 
     def wait(self, timeout: float) -> bool:
-        return self._event.wait(max(timeout, 0.0))
+        return self._event.wait(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
 
     async def wait_in_task(self, waker: Waker, timeout: float) -> bool:
         """Wait on the loop that `waker` belongs to."""

@@ -101,6 +101,10 @@ class Cursor(Counters):
     def queued(self) -> int:
         return len(self._kept) + len(self._queue)
 
+    def is_full(self, coming: int = 0) -> bool:
+        """Whether the bounds leave no room for another event, with so many on their way."""
+        return self.queued() + coming >= self.maxsize or self.bytes >= self.max_bytes
+
     def oldest(self) -> Entry | None:
         """The oldest event that is not settled."""
         if self.running is not None:
@@ -280,6 +284,21 @@ class LatestCursor(Cursor):
             if self._newest[entry.event.hook] <= entry.seq:
                 return entry
             self.drop(entry, "coalesced")
+
+    def take_more(self) -> Entry | None:
+        while True:
+            queue = self._kept or self._queue
+            if not queue:
+                return None
+            self._taken += 1
+            entry = queue[0]
+            queue.popleft()
+            if self._newest[entry.event.hook] <= entry.seq:
+                return entry
+            self.dropped += 1
+            self.dropped_by["coalesced"] += 1
+            self.pending -= 1
+            self.bytes -= entry.size
 
     def bound(self) -> None:
         self._coalesce()

@@ -176,8 +176,12 @@ class AsyncDelivery(Delivery):
         while self.generation == mine and not self.ended:
             with self.host.scope() as scope:
                 self._scope = scope
-                if await self._serve(mine):
-                    break
+                try:
+                    if await self._serve(mine):
+                        break
+                except BaseException as error:
+                    if not self.host.forgives(error, scope):  # else a handler cancelled its own task, and returned
+                        raise
         if self.generation == mine and not self.stopping:
             self.finished()
 
@@ -187,7 +191,7 @@ class AsyncDelivery(Delivery):
         now = perf_counter()
         pause_at = now + SLICE_S
         while not self.stopping:
-            entry = self._again or cursor.take()
+            entry = cursor.take() if self._again is None else self._take_again()
             if entry is None:
                 if not await self._wait():
                     return True
@@ -207,7 +211,6 @@ class AsyncDelivery(Delivery):
                 continue
             if self.overdue or self.generation != mine:
                 return await self._mishap(entry, None, mine)
-            self._again = None
             started, now = now, perf_counter()
             cursor.deliver(entry, now - started)
             if now > pause_at:
@@ -216,6 +219,11 @@ class AsyncDelivery(Delivery):
                 now = perf_counter()
                 pause_at = now + SLICE_S
         return True
+
+    def _take_again(self) -> Entry | None:
+        """The event to try again, unless it was settled meanwhile."""
+        again, self._again = self._again, None
+        return again if self.cursor.running is again else self.cursor.take()
 
     async def _wait(self) -> bool:
         """Wait for an event; False when none will come."""

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from eventbus.errors import PublishRecursionError
+from eventbus.failures import ABOUT_US
 from eventbus.handling import inline
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def run_hooks(bus: Publisher, hooks: tuple[InlineHook, ...], event: Event) -> No
             continue
         if hook.options.rank not in (None, "all", event.rank):
             continue
+        if isinstance(event, ABOUT_US) and event.subscriber == hook.name:
+            continue  # nobody is told of its own failure
         error = _run_one(bus, hook, event)
         if error is not None and hook.options.on_error == "raise" and to_raise is None:
             error.add_note(f"raised by inline subscriber {hook.name!r} on {event.hook}")
@@ -60,6 +63,8 @@ def _run_one(bus: Publisher, hook: InlineHook, event: Event) -> Exception | None
         )
     if isinstance(error, PublishRecursionError):
         raise error  # isolated at each of its levels it would be tried again there, by every hook
+    if hook.conditions is not None and hook.conditions.spent:
+        hook.close()
     if error is not None:
         bus._failures.hook_failed(hook, event, error)
     return error

@@ -68,6 +68,8 @@ class Log:
         #: What the feeder has taken from the buffer and not handed on yet.
         self._window: list[Draft] = []
         self._feeder = 0
+        #: A feeder was interrupted, perhaps while it woke somebody.
+        self._doubtful = False
         self._channels: tuple[Channel, ...] = ()
         self.subscribers: tuple[Queued, ...] = ()
         #: Those that hear nothing any more and have events that are not settled.
@@ -96,14 +98,20 @@ class Log:
         else:
             self.rouse()
 
-    def unserve(self) -> None:
-        """No pump runs any more."""
-        self.asleep = False
-        self.wake = _nobody
+    def unserve(self, wake: Callable[[], None]) -> None:
+        """The pump with this `wake` runs no more; another one may already."""
+        if self.wake == wake:
+            self.asleep = False
+            self.wake = _nobody
 
     def rouse(self) -> None:
         """Have the pump look now."""
         self.asleep = False
+        self.wake()
+
+    def interrupted(self) -> None:
+        """Something struck in a publish, perhaps while it woke the pump: wake it, now and with the next publish."""
+        self.asleep = True
         self.wake()
 
     def __len__(self) -> int:
@@ -121,9 +129,20 @@ class Log:
             return False
         self._feeder = me
         try:
+            if self._doubtful:
+                self._wake_all()
             return self._feed(perf_counter() + budget_s, most)
+        except BaseException:
+            self._doubtful = True
+            raise
         finally:
             self._feeder = 0
+
+    def _wake_all(self) -> None:
+        """Make up for a wake-up in which a Ctrl-C struck: nobody else knows that the worker still sleeps."""
+        for subscriber in (*self.subscribers, *self.leaving):
+            subscriber.cursor.wake()
+        self._doubtful = False
 
     def relieve(self) -> None:
         """Help to empty a full buffer; called by publishers.
@@ -198,6 +217,8 @@ class Log:
         if not self.flushes:
             for subscriber in self.served():
                 subscriber.cursor.on_settled = None
+            for later in tuple(self.flushes):  # begun meanwhile, by the feeder
+                later.watch()
 
     def attach(self, subscriber: Queued) -> None:
         if subscriber in self.subscribers:  # an interrupted feeder begins again
@@ -213,6 +234,8 @@ class Log:
     def detach(self, subscriber: Queued) -> None:
         self.subscribers = tuple(s for s in self.subscribers if s is not subscriber)
         self.leaving = tuple(s for s in {*self.leaving, subscriber} if s.cursor.pending)
+        if not subscriber.cursor.pending and subscriber in self.newcomers:
+            self.newcomers.remove(subscriber)
         self.rechannel()
 
     def served(self) -> list[Queued]:

@@ -69,11 +69,16 @@ class Flush(Mark):
         self._waiting = set(cursors)
         if self not in self._log.flushes:  # an interrupted feeder begins again
             self._log.flushes.append(self)
+        self.watch()
         for cursor in cursors:
-            cursor.on_settled = self._log.settled
             cursor.hurry()
-            self.look(cursor)
         self._look_done()
+
+    def watch(self) -> None:
+        """Be told by the cursors that are waited for."""
+        for cursor in tuple(self._waiting):
+            cursor.on_settled = self._log.settled
+            self.look(cursor)
 
     def look(self, cursor: Cursor) -> None:
         """Called after an event of the cursor was settled."""
@@ -83,6 +88,6 @@ class Flush(Mark):
             self._look_done()
 
     def _look_done(self) -> None:
-        if not self._waiting and not self.completion.is_set():
+        if not self._waiting:
             self._log.flushed(self)
-            self.completion.set()
+            self.completion.set()  # again, if an interrupted feeder begins again

@@ -35,8 +35,10 @@ class Publisher(ABC):
     """The half of the bus that runs on the publishing threads."""
 
     def __init__(self, *, run: str | None, rank: int | None, redact: Iterable[str]) -> None:
-        self._run = run if run is not None else find_run()
-        self._rank = rank if rank is not None else find_rank()
+        if isinstance(redact, str):
+            raise TypeError(f"redact takes several patterns: redact=[{redact!r}].")
+        self._run = find_run() if run is None else _checked_run(run)
+        self._rank = find_rank() if rank is None else _checked_rank(rank)
         self._attempt = find_attempt()
         self._redact = tuple(redact)
         self._redaction = Redaction(self._redact)
@@ -63,7 +65,7 @@ class Publisher(ABC):
 
     @run.setter
     def run(self, run: str) -> None:
-        self._run = run
+        self._run = _checked_run(run)
 
     @property
     def rank(self) -> int:
@@ -72,18 +74,18 @@ class Publisher(ABC):
 
     @rank.setter
     def rank(self, rank: int) -> None:
-        self._rank = rank
+        self._rank = _checked_rank(rank)
         self._reroute()
 
     def publish(self, event: Event) -> None:
         """Log the event and run its inline hooks; never waits for anybody else. The caller's object is not changed."""
         try:
-            route = self._routes[event.__class__]
-        except KeyError:
-            route = self._find_route(event)
-        if route is None:
-            return
-        try:
+            try:
+                route = self._routes[event.__class__]
+            except KeyError:
+                route = self._find_route(event)
+            if route is None:
+                return
             if route.careful or exits._forks != self._forks:
                 self._publish_carefully(route, event)
                 return
@@ -96,8 +98,10 @@ class Publisher(ABC):
                 log.relieve()  # the loop is held, or too slow: keep the hand-off buffer bounded
             if route.hooks:
                 self._run_hooks(route, draft)
-        except KeyboardInterrupt:
-            self._interrupted += 1
+        except BaseException as error:
+            if not self._is_inert():
+                self._log.interrupted()
+                self._interrupted += isinstance(error, KeyboardInterrupt)
             raise
 
     def _publish_carefully(self, route: Route, event: Event) -> None:
@@ -144,7 +148,8 @@ class Publisher(ABC):
         route = Route(heard, self._snapshot(cls), rank=self._rank) if heard else None
         if route is not None and route.is_queued_for(event, self._rank):
             self._ensure_started()
-        if cls is not UnknownEvent and not self._failures.due:
+        asks_again = route is not None and not route.careful and not self._is_served()
+        if cls is not UnknownEvent and not self._failures.due and not asks_again:
             routes[cls] = route
         return route
 
@@ -169,13 +174,14 @@ class Publisher(ABC):
         """Wait for subscribers with ``overflow="block"``; returns those for which it was in vain."""
         refused = []
         on_loop = self._is_loop_thread()
+        self._log.feed()  # only what was handed on is weighed
         for cursor in blocking:
             until = perf_counter() + (0.0 if on_loop else cursor.options.block_timeout)
-            while cursor.queued() + len(self._log) >= cursor.maxsize:
+            while cursor.is_full(coming=len(self._log)):
                 if on_loop:
                     self._log.feed()  # nobody else can meanwhile, and only what is fed can be too much
                 if perf_counter() >= until:
-                    if cursor.queued() >= cursor.maxsize:
+                    if cursor.is_full():
                         refused.append(cursor)
                     break
                 self._log.rouse()
@@ -214,5 +220,21 @@ class Publisher(ABC):
         """Start a loop of our own, unless there is one or it is not wanted."""
 
     @abstractmethod
+    def _is_served(self) -> bool:
+        """Whether the bus side runs, or is not to be started by a publish."""
+
+    @abstractmethod
     def _is_loop_thread(self) -> bool:
         """Whether the bus side runs in this thread."""
+
+
+def _checked_run(run: object) -> str:
+    if not isinstance(run, str) or not run:
+        raise TypeError(f"A run id is a text, not {run!r}.")
+    return run
+
+
+def _checked_rank(rank: object) -> int:
+    if not isinstance(rank, int) or rank < 0:
+        raise TypeError(f"A rank is a whole number from 0, not {rank!r}.")
+    return rank

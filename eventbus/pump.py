@@ -62,7 +62,7 @@ class Pump:
 
     def stop(self) -> None:
         self.stopped = True
-        self._log.unserve()
+        self._log.unserve(self.wake)
         self._waker.wake()
         self._clock.wake()
 
@@ -109,6 +109,8 @@ class Pump:
             subscriber = self._log.newcomers.popleft()
             kind = _KINDS.get(subscriber.kind)
             if kind is not None and subscriber not in self.deliveries:
+                if self._bus._refuses:  # it came while the bus closes
+                    subscriber.cursor.end()
                 self.deliveries[subscriber] = delivery = kind(subscriber, self._bus, self.host)
                 delivery.start()
                 self._clock.wake()

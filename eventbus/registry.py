@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -97,11 +98,16 @@ class Registry:
 
     def add_sink(self, sink: Sink, given: Mapping[str, Any]) -> Subscription:
         label = str(given.get("name") or type(sink).__name__)
+        if isinstance(sink, type):
+            raise SubscriptionError(sink.__name__, "is a class", f"Attach an instance: {sink.__name__}(…).")
         options = Options.of(label, given, sink.options)
+        _check_sink(sink, label, options)
         hooks = (sink.hooks,) if isinstance(sink.hooks, str) else tuple(sink.hooks)
         with self._lock:
             same = self._same(sink)
-            return same if same is not None else self.enter(sink, label, "sink", Filter(*hooks), options)
+            if same is not None:
+                return self._widen(same, Filter(*hooks), options)
+            return self.enter(sink, label, "sink", Filter(*hooks), options)
 
     def add_object(self, target: object, given: Mapping[str, Any]) -> Attachment:
         """Register every method whose name is a hook; refuse a public ``on_…`` method that is none."""
@@ -109,10 +115,10 @@ class Registry:
         methods = {
             name: getattr(target, name) for name in dir(type(target)) if name in EVENTS or name.startswith("on_")
         }
-        for name in methods:
+        hooks = {name: method for name, method in methods.items() if callable(method)}
+        for name in hooks:
             if name not in EVENTS:
                 raise unknown(name)
-        hooks = {name: method for name, method in methods.items() if callable(method)}
         if not hooks:
             raise SubscriptionError(label, "is no sink and has no method named like a hook", "See eventbus.EVENTS.")
         return Attachment(label, tuple(self.add(method, (name,), given) for name, method in hooks.items()))
@@ -191,6 +197,16 @@ class Registry:
         ):
             logger.info("Subscriber %r is defined again and replaces the former one.", label)
             former.close()
+
+
+def _check_sink(sink: Sink, label: str, options: Options) -> None:
+    most, gather_s = getattr(sink, "max_batch", 1), getattr(sink, "flush_interval", 0.0)
+    if not isinstance(most, int) or most < 1:
+        raise SubscriptionError(label, f"has max_batch = {most!r}", "It is a whole number of events from 1.")
+    if not isinstance(gather_s, int | float) or not 0 <= gather_s < math.inf:
+        raise SubscriptionError(label, f"has flush_interval = {gather_s!r}", "It is a number of seconds from 0.")
+    if options.run_in is not None:
+        raise SubscriptionError(label, "is a sink, which runs on the bus loop", "Remove run_in=.")
 
 
 def _is_same(one: object, other: object) -> bool:

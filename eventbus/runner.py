@@ -71,7 +71,9 @@ class Runner:
         """Start a loop in a thread of the bus's own; returns at once, the loop takes over what is in the log."""
         if self.own is None:
             threads = sum(subscription.kind == "thread" for subscription in self._bus._registry.all())
-            self.own = OwnLoop(self._main, spare_threads=threads)
+            own = OwnLoop(self._main, spare_threads=threads)
+            if self.own is None:  # of several starters one comes first, as in the bus
+                self.own = own
         self.own.start()
         self.is_started = True
 
@@ -89,8 +91,8 @@ class Runner:
     def _begin(self, host: Host, *, lingers: bool) -> None:
         self.host = host
         self.pump = pump = Pump(self._bus, host, lingers=lingers)
-        for subscriber in self._log.subscribers:
-            subscriber.cursor.ended = False
+        for subscriber in self._log.served():
+            subscriber.cursor.ended = subscriber in self._log.leaving
             if subscriber not in self._log.newcomers:
                 self._log.newcomers.append(subscriber)
         pump.start()
@@ -137,7 +139,7 @@ class Runner:
 
     async def _close(self) -> None:
         """On the loop: deliver what is pending, end every worker after its last event, and stop."""
-        if self._close_begun:
+        if self._close_begun or self.closed.is_set():
             return
         self._close_begun = True
         flush = Flush(self._log)
@@ -153,7 +155,9 @@ class Runner:
         self._finish()
 
     def _take_over_the_rest(self) -> None:
-        """Take no more events, and hand on those that came before."""
+        """Take no more events, and hand on those that came before; unless the bus was started anew meanwhile."""
+        if self._bus._runner is not self:
+            return
         self._bus._refuse_events()
         self._log.catch_up(0.1)
 
@@ -221,15 +225,18 @@ class Runner:
             return
         self._given_up = True
         self._take_over_the_rest()
+        others = self._bus._runner is not self
         left = {s.name: s.cursor.pending for s in self._log.served() if s.cursor.pending}
         for delivery in self._deliveries():
             if not delivery.ended:
                 delivery.cut(reason)
-        for subscriber in self._log.served():
+        for subscriber in () if others else self._log.served():
             subscriber.cursor.drop_all(reason)
         self.report = CloseReport(not left, left)
 
     def _finish(self) -> None:
+        if self.closed.is_set():
+            return
         if self.pump is not None:
             self.pump.stop()
             self.pump.deliveries.clear()

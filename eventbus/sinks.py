@@ -42,6 +42,8 @@ class SinkDelivery(Delivery):
         self._gather_s = float(getattr(self._sink, "flush_interval", 0.0))
         self._waker = host.waker()
         self._opened = False
+        #: A write that outlived its delivery, and how many events it has.
+        self._late: tuple[_Call, int] | None = None
         #: What is being written.
         self._batch: list[Entry] = []
         self._at_rest = False
@@ -77,6 +79,7 @@ class SinkDelivery(Delivery):
             if batch and (self._opened or await self._open_for(batch)):
                 await self._write(batch)
         if self._opened:
+            await self._late_is_over()
             await self._close()
         self._at_rest = True
         if not self.ended and not self.stopping:
@@ -129,12 +132,12 @@ class SinkDelivery(Delivery):
 
     async def _open(self) -> bool:
         """Open the sink, again and again with growing pauses; False when the bus stops first."""
-        bind = getattr(self._sink, "bind", None)
-        if bind is not None:
-            bind(run=self.bus.run, rank=self.bus.rank)
         attempt = 0
+        call: _Call | None = None
         while not (self.stopping or self.ended):
-            call = await self._finish(self._start(self._sink.open), self.timeout_s)
+            if call is None or call.done:  # one that takes too long is waited for, not begun again
+                call = self._start(self._bound_open)
+            await self._finish(call, self.timeout_s)
             if call.ok:
                 return True
             attempt += 1
@@ -144,6 +147,12 @@ class SinkDelivery(Delivery):
             await self._sulk(attempt)
         return False
 
+    async def _bound_open(self) -> None:
+        bind = getattr(self._sink, "bind", None)
+        if bind is not None:
+            bind(run=self.bus.run, rank=self.bus.rank)
+        await self._sink.open()
+
     async def _open_for(self, batch: list[Entry]) -> bool:
         self._opened = await self._open()
         if not self._opened:
@@ -151,6 +160,9 @@ class SinkDelivery(Delivery):
         return self._opened
 
     async def _write(self, batch: list[Entry]) -> None:
+        if not await self._late_is_over():
+            self._count_late(batch)
+            return
         attempt = 0
         events = Batch(batch)
         while True:
@@ -161,7 +173,8 @@ class SinkDelivery(Delivery):
                 self.cursor.settle_batch(batch, "delivered")
                 return
             if not call.done:
-                await self._leave_running(call, batch)
+                self._late = (call, len(batch))
+                self._count_late(batch)
                 return
             assert call.error is not None  # noqa: S101
             attempt += 1
@@ -177,7 +190,12 @@ class SinkDelivery(Delivery):
                 return False
             await self._sulk(attempt)
             return not self.ended
-        final = self.stopping or not isinstance(error, Exception) or isinstance(error, SinkGone)
+        final = (
+            self.stopping
+            or self.subscriber.is_closed
+            or not isinstance(error, Exception)
+            or isinstance(error, SinkGone)
+        )
         if final or attempt > self.subscriber.options.retries:
             return False
         self.cursor.retried += 1
@@ -200,15 +218,25 @@ class SinkDelivery(Delivery):
         if isinstance(error, SinkGone):
             self.bus._failures.gone(self.subscriber, batch[-1], error)
 
-    async def _leave_running(self, call: _Call, batch: list[Entry]) -> None:
+    async def _late_is_over(self) -> bool:
+        """Wait for IO that outlived its delivery, so that at most one call runs; False while it does not end."""
+        if self._late is None:
+            return True
+        call, count = self._late
+        await self._finish(call, self.timeout_s)
+        if not call.done:
+            return False
+        self._late = None
+        if call.ok:
+            self.cursor.late_ok += count
+        return True
+
+    def _count_late(self, batch: list[Entry]) -> None:
         """The delivery has timed out; its IO goes on, and the next one waits for it."""
         error = self._timeout_error()
         self.bus._failures.owe(self.subscriber, batch[0], error)
         if self.cursor.settle_batch(batch, "timed_out"):
             self.bus._failures.told(self.subscriber, batch[-1], error)
-        await self._finish(call, self.timeout_s)
-        if call.ok:
-            self.cursor.late_ok += len(batch)
 
     async def _close(self) -> None:
         call = await self._finish(self._start(self._sink.aclose), self.timeout_s)

@@ -121,7 +121,7 @@ class ThreadDelivery(Delivery):
                 if self.generation != mine:
                     return
                 self.deadline_s = math.inf
-                if isinstance(error, Exception) and attempt <= self.subscriber.options.retries and not self.stopping:
+                if isinstance(error, Exception) and self._may_retry(attempt):
                     self.cursor.retried += 1
                     _pause(wakes, backoff_s(attempt))
                     continue
@@ -131,6 +131,10 @@ class ThreadDelivery(Delivery):
                 self.deadline_s = math.inf
                 self._end(entry, None, perf_counter() - started)
             return
+
+    def _may_retry(self, attempt: int) -> bool:
+        over = self.overdue or self.stopping or self.subscriber.is_closed
+        return attempt <= self.subscriber.options.retries and not over
 
     def _end(self, entry: Entry, error: BaseException | None, seconds: float) -> None:
         overdue, self.overdue = self.overdue, False

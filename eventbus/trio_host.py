@@ -11,6 +11,7 @@ from typing import Any
 import trio
 
 from eventbus.loop import measured
+from eventbus.notices import logger
 
 __all__ = ["TrioHost"]
 
@@ -32,7 +33,10 @@ class TrioHost:
         self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_hold: Callable[[float], None]
     ) -> None:
         async def stepped() -> None:
-            await measured(run(), on_hold)
+            try:
+                await measured(run(), on_hold)
+            except Exception as error:  # noqa: BLE001  # out of a system task it would end the host's whole run
+                logger.error("%s ended: %r", name, error, exc_info=error)
 
         # a system task is not under the host's cancel scopes, and a Ctrl-C never strikes in it; like one of asyncio's
         # it knows which event is being handled where it was started
@@ -66,6 +70,10 @@ class TrioHost:
         if isinstance(error, GeneratorExit):
             return not trio.lowlevel.in_trio_run()
         return isinstance(error, trio.Cancelled) and not overdue
+
+    def forgives(self, error: BaseException, scope: trio.CancelScope) -> bool:
+        """Nothing: on trio only a scope cancels, and its owner means it."""
+        return False
 
     def interrupt(self, error: KeyboardInterrupt) -> None:
         """Hand a KeyboardInterrupt that left a handler to the host, as the Ctrl-C it stands for."""

@@ -1,0 +1,379 @@
+"""Faults that were once found by attacking the bus, each with the right value."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Any
+
+import anyio
+import pytest
+
+from eventbus import Event, EventBus, Log, SubscriberErrorEvent, SubscriptionError
+from tests.eventbus.samples import Beat, Load, Tick, assert_balanced
+from tests.eventbus.waiting import until
+
+
+def test_G4_closing_a_subscription_in_its_retry_pause_leaves_the_loop_free() -> None:
+    bus = EventBus()
+    failed = threading.Event()
+    got: list[int] = []
+
+    async def bad(event: Event) -> None:
+        failed.set()
+        raise ValueError
+
+    async def other(event: Tick) -> None:
+        got.append(event.n)
+
+    subscription = bus.subscribe(bad, Tick, retries=8)
+    bus.subscribe(other, Tick)
+    bus.publish(Tick(n=1))
+    assert failed.wait(5)
+    subscription.close()
+    bus.publish(Tick(n=2))
+    assert bus.flush(5)
+    assert got == [1, 2]
+    assert bus.close(5).ok
+
+
+def test_G5_a_retry_that_will_not_stop_is_abandoned_and_not_delivered_again() -> None:
+    bus = EventBus()
+    calls: list[int] = []
+    release = threading.Event()
+
+    async def stubborn(event: Tick) -> None:
+        calls.append(event.n)
+        if event.n == 1 and len(calls) == 1:
+            raise ValueError
+        while event.n == 1 and not release.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                pass
+
+    bus.subscribe(stubborn, Tick, retries=1, timeout=0.05, name="s")
+    for n in (1, 2, 3):
+        bus.publish(Tick(n=n))
+    assert bus.flush(10)
+    stats = assert_balanced(bus)["s"]
+    release.set()
+    bus.close()
+    assert calls == [1, 1, 2, 3]
+    assert (stats.timed_out, stats.delivered) == (1, 2)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_G10_the_event_of_a_once_subscriber_counts_for_flush_and_close(started: bool) -> None:
+    """It hears nothing more, and still has an event to be delivered."""
+    bus = EventBus(autostart=started)
+    gate, begun = threading.Event(), threading.Event()
+
+    def once(event: Event) -> None:
+        begun.set()
+        gate.wait(5)
+
+    subscription = bus.subscribe(once, Tick, once=True, run_in="thread", name="once")
+    bus.publish(Tick())
+    assert not bus.flush(0.05)
+    if started:
+        assert begun.wait(5)
+    report = bus.close(0.1)
+    gate.set()
+    assert not report.ok
+    assert report.left == {"once": 1}
+    assert subscription.stats.dropped_by == {"closed": 1}
+
+
+def test_G14_a_loop_that_wakes_after_a_close_gave_it_up_leaves_the_next_start_alone() -> None:
+    bus = EventBus()
+    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
+    got: list[int] = []
+
+    async def holding(event: Tick) -> None:
+        if event.n == 0:
+            begun.set()
+            gate.wait(10)
+            ended.set()
+        got.append(event.n)
+
+    bus.subscribe(holding, Tick)
+    bus.publish(Tick(n=0))
+    assert begun.wait(5)
+    assert not bus.close(0.1).ok
+    with bus:
+        bus.publish(Tick(n=1))
+        gate.set()
+        assert ended.wait(5)
+        until(lambda: 1 in got)
+        bus.publish(Tick(n=2))
+        assert bus.flush(5)
+    assert [n for n in got if n] == [1, 2]
+    assert "after close" not in bus.report()
+
+
+def test_G10_a_publish_that_races_close_does_not_start_the_bus_again() -> None:
+    for _ in range(30):
+        bus = EventBus()
+
+        async def handler(event: Event) -> None: ...
+
+        bus.subscribe(handler, Tick)
+        stop = threading.Event()
+
+        def publish(bus: EventBus = bus, stop: threading.Event = stop) -> None:
+            while not stop.is_set():
+                bus.publish(Tick())
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        bus.close(5)
+        assert "closed" in repr(bus)
+        stop.set()
+        thread.join()
+        assert "closed" in repr(bus)
+
+
+def test_G4_a_handler_that_cancels_its_own_task_loses_nothing() -> None:
+    """Also when it returns before the cancellation strikes."""
+    bus = EventBus()
+    got: list[int] = []
+
+    async def odd(event: Tick) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        got.append(event.n)
+        if event.n == 1:
+            task.cancel()
+        if event.n == 2:
+            asyncio.get_running_loop().call_later(0.02, task.cancel)
+
+    bus.subscribe(odd, Tick, name="odd")
+    for n in (1, 2):
+        bus.publish(Tick(n=n))
+        assert bus.flush(5)
+    time.sleep(0.05)  # the later cancellation strikes while the worker waits
+    bus.publish(Tick(n=3))
+    assert bus.flush(5)
+    assert got == [1, 2, 3]
+    assert bus.close(5).ok
+
+
+def test_G14_publishing_threads_and_an_explicit_start_start_one_loop() -> None:
+    for _ in range(20):
+        bus = EventBus()
+        got: list[Event] = []
+
+        async def handler(event: Event, got: list[Event] = got) -> None:
+            got.append(event)
+
+        bus.subscribe(handler, Tick)
+        barrier = threading.Barrier(3)
+
+        def publish(bus: EventBus = bus, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            bus.publish(Tick())
+
+        threads = [threading.Thread(target=publish) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        with bus:
+            for thread in threads:
+                thread.join()
+        assert len(got) == 2
+
+
+@pytest.mark.anyio
+async def test_G10_closing_a_bus_that_never_started_ends_its_streams() -> None:
+    bus = EventBus(autostart=False)
+    async with bus.stream("on_tick") as events:
+        await bus.aclose()
+        with anyio.fail_after(5):
+            assert [event async for event in events] == []
+
+
+class Sinkish:
+    """A sink with a fault of its own."""
+
+    hooks = ("on_tick",)
+    options: dict[str, Any] = {}
+
+    async def open(self) -> None: ...
+    async def write(self, events: Any) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("max_batch", None), ("max_batch", 0), ("flush_interval", "1"), ("flush_interval", -1)]
+)
+def test_G15_a_sink_with_a_wrong_attribute_is_refused_when_it_is_attached(attribute: str, value: object) -> None:
+    sink = Sinkish()
+    setattr(sink, attribute, value)
+    with pytest.raises(SubscriptionError, match=attribute):
+        EventBus().attach(sink)
+
+
+def test_G4_a_sink_whose_bind_raises_affects_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    class Unbound(Sinkish):
+        def bind(self, **_: object) -> None:
+            raise RuntimeError("no")
+
+    bus = EventBus()
+    got: list[Event] = []
+
+    async def other(event: Event) -> None:
+        got.append(event)
+
+    bus.attach(Unbound())
+    bus.subscribe(other, Tick)
+    with bus:
+        bus.publish(Tick())
+        until(lambda: got)
+        bus.off("Unbound")
+
+
+def test_G15_a_sink_class_and_other_options_for_a_sink_are_refused() -> None:
+    bus = EventBus()
+    with pytest.raises(SubscriptionError, match=r"is a class.*Sinkish\(…\)"):
+        bus.attach(Sinkish)
+    sink = Sinkish()
+    first = bus.attach(sink)
+    assert bus.attach(sink) is first
+    with pytest.raises(SubscriptionError, match="other options"):
+        bus.attach(sink, maxsize=3)
+    with pytest.raises(SubscriptionError, match="run_in"):
+        bus.attach(Sinkish(), run_in="thread", name="other")
+
+
+def test_a_first_event_of_another_rank_does_not_keep_the_bus_from_starting() -> None:
+    bus = EventBus()
+    got: list[int | None] = []
+
+    async def handler(event: Event) -> None:
+        got.append(event.rank)
+
+    bus.subscribe(handler, Log)
+    bus.publish(Log(step=1, rank=1))
+    bus.publish(Log(step=2))
+    assert bus.flush(5)
+    bus.close()
+    assert got == [0]
+
+
+def test_an_inline_hook_is_not_told_of_its_own_failure() -> None:
+    bus = EventBus()
+    told: list[str] = []
+
+    def failing(event: Event) -> None:
+        if isinstance(event, SubscriberErrorEvent):
+            told.append(event.subscriber)
+        raise ValueError
+
+    bus.subscribe(failing, name="failing")
+    bus.publish(Tick())
+    assert told == []
+
+
+def test_G13_an_inline_once_ends_with_its_event_and_can_be_registered_again() -> None:
+    bus = EventBus()
+    got: list[int] = []
+
+    def hook(event: Tick) -> None:
+        got.append(event.n)
+
+    bus.subscribe(hook, Tick, once=True)
+    for n in range(3):
+        bus.publish(Tick(n=n))
+    assert got == [0]
+    assert not bus.hears(Tick)
+    assert bus.stats() == {}
+    bus.subscribe(hook, Tick, once=True)
+    bus.publish(Tick(n=7))
+    assert got == [0, 7]
+
+
+def test_G7_overflow_block_keeps_the_bound_in_bytes() -> None:
+    bus = EventBus()
+    gate = threading.Event()
+    bus.subscribe(
+        lambda event: gate.wait(10), Load, run_in="thread", overflow="block", max_bytes=10_000, block_timeout=0.01,
+        name="s",
+    )  # fmt: skip
+    for n in range(20):
+        bus.publish(Load(n=n, value="x" * 5000))
+    stats = assert_balanced(bus)["s"]
+    assert stats.pending <= 3
+    assert stats.dropped_by == {"block_timeout": 20 - stats.pending}
+    gate.set()
+    bus.close()
+
+
+def test_a_hanging_sink_has_at_most_one_call_running() -> None:
+    bus = EventBus()
+    running, most = [0], [0]
+    release = threading.Event()
+
+    class Hanging(Sinkish):
+        async def write(self, events: Any) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            while not release.is_set():
+                await asyncio.sleep(0.005)
+            running[0] -= 1
+
+    bus.attach(Hanging(), timeout=0.03, name="s")
+    for n in range(6):
+        bus.publish(Tick(n=n))
+    until(lambda: bus.stats()["s"].timed_out >= 4)
+    release.set()
+    bus.close()
+    assert most == [1]
+
+
+def test_G7_a_batching_sink_with_overflow_latest_gets_no_superseded_event() -> None:
+    got: list[int] = []
+
+    class Batching(Sinkish):
+        max_batch = 10
+
+        async def write(self, events: Any) -> None:
+            got.extend(event.n for event in events)
+
+    bus = EventBus(autostart=False)
+    bus.attach(Batching(), overflow="latest", name="s")
+    for n in range(6):
+        bus.publish(Tick(n=n))
+    with bus:
+        bus.flush()
+        assert_balanced(bus)
+    assert got == [5]
+
+
+def test_mistakes_in_the_constructor_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match=r"redact=\['token'\]"):
+        EventBus(redact="token")
+    with pytest.raises(TypeError, match="rank"):
+        EventBus(rank="0")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="run id"):
+        EventBus(run=5)  # type: ignore[arg-type]
+
+
+def test_G15_a_misspelt_hook_of_a_stream_raises_at_the_call() -> None:
+    with pytest.raises(ValueError, match="on_train_batch_end"):
+        EventBus().stream("on_train_batch_ends")
+
+
+def test_closed_subscriptions_of_a_bus_that_never_starts_are_not_kept() -> None:
+    bus = EventBus(autostart=False)
+    for _ in range(100):
+
+        async def handler(event: Beat) -> None: ...
+
+        bus.subscribe(handler, Beat).close()
+    assert not bus._log.newcomers
+    assert not bus._log.subscribers
