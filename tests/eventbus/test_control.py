@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-
-
 class Optimizer:
     def __init__(self, *rates: float) -> None:
         self.param_groups: list[dict[str, Any]] = [{"lr": rate} for rate in rates]

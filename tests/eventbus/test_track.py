@@ -319,9 +319,10 @@ def test_a_schedule_of_ones_own_is_told_once_per_epoch(bus: EventBus, seen: Seen
 
 def test_a_monitor_that_no_metric_has(bus: EventBus, seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
     """It fails at the first validated epoch, naming the nearest; a run that never validates says so at its end."""
-    with pytest.raises(ValueError, match=r"monitor='val_los' is no metric.*'val/loss'"), track(
-        bus, epochs=2, monitor="val_los"
-    ) as run:
+    with (
+        pytest.raises(ValueError, match=r"monitor='val_los' is no metric.*'val/loss'"),
+        track(bus, epochs=2, monitor="val_los") as run,
+    ):
         for _ in run.epochs():
             run.validate({"loss": 1.0})
     assert seen[-1].reason == "failed"

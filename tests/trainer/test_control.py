@@ -101,9 +101,7 @@ async def test_training_in_a_worker_thread_of_a_service() -> None:
     """The bus runs on the service's loop, the training in a thread; the service stops it and awaits the answer."""
     async with EventBus(run="service") as bus:
         started = bus.wait_for("on_train_batch_end", timeout=10)
-        training = asyncio.create_task(
-            asyncio.to_thread(lambda: make_trainer(bus).fit(batches(100), epochs=1000))
-        )
+        training = asyncio.create_task(asyncio.to_thread(lambda: make_trainer(bus).fit(batches(100), epochs=1000)))
         await started
         answer = await bus.control.stop("the service ends")
         result = await training

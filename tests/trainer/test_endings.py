@@ -232,6 +232,7 @@ def test_a_failing_callback_is_isolated_unless_told_to_raise(bus: EventBus, seen
 
 def test_ctrl_c(bus: EventBus, seen: Recorder, tmp_path: Path) -> None:
     """KeyboardInterrupt reaches the caller, after the terminal events; no checkpoint is made of a half-done update."""
+
     def failing(model: Any, batch: Any) -> torch.Tensor:
         raise KeyboardInterrupt
 

@@ -227,7 +227,6 @@ def test_a_norm_is_only_computed_when_somebody_wants_it(bus: EventBus) -> None:
     wanted: list[bool] = []
     original = trainer.finish_gradients
 
-
     def spy(batches: int, *, wants_norm: bool) -> Any:
         wanted.append(wants_norm)
         return original(batches, wants_norm=wants_norm)

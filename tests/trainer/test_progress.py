@@ -66,10 +66,7 @@ def test_a_bar_is_refreshed_a_bounded_number_of_times(bus: EventBus) -> None:
 
 def test_without_torch_the_import_says_what_to_install() -> None:
     code = (
-        "import sys\n"
-        "sys.modules['torch'] = None\n"
-        "try:\n    import trainer\n"
-        "except ImportError as error: print(error)\n"
+        "import sys\nsys.modules['torch'] = None\ntry:\n    import trainer\nexcept ImportError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == 'trainer needs PyTorch, which is not installed: pip install "trainbus[train]"\n'
