@@ -387,7 +387,7 @@ CTRL_C = """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.kill(storming, signal.SIGKILL)
     release.set()
-    assert bus.flush(60), "stalled"
+    assert bus.flush(30), "stalled"
     stats = bus.stats()["one"]
     received = [n for n in received if n >= 0]
     assert stats.matched == stats.delivered + stats.failed + stats.dropped, stats
