@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from random import Random
@@ -12,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eventbus import Event, EventBus
+from eventbus import Event, EventBus, Subscription
 from tests.eventbus.processes import run_program
 from tests.eventbus.samples import Beat, Load, Tick, assert_balanced, is_balanced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class Flaky:
@@ -40,7 +41,7 @@ class Flaky:
     async def aclose(self) -> None: ...
 
 
-def add_one_of_each(bus: EventBus) -> None:
+def add_one_of_each(bus: EventBus) -> list[Any]:
     """Subscribers of every kind, policy and outcome, each named after what it does."""
 
     async def deliver(event: Tick) -> None: ...
@@ -58,19 +59,33 @@ def add_one_of_each(bus: EventBus) -> None:
         if event.n % 5 == 0:
             raise ValueError
 
-    bus.subscribe(deliver, Tick, Beat, name="deliver")
-    bus.subscribe(fail, Tick, Beat, name="fail")
-    bus.subscribe(overrun, Tick, Beat, name="time out", timeout=0.05)
-    bus.subscribe(work, Tick, Beat, name="thread", run_in="thread")
-    bus.subscribe(work_badly, Tick, Beat, name="inline")
-    bus.attach(Flaky(), name="sink")
-    for overflow in ("drop_oldest", "drop_newest", "latest"):
-        bus.subscribe(lambda _: None, Tick, Beat, name=overflow, run_in="thread", overflow=overflow, maxsize=3)
+    def slow(overflow: str) -> Subscription:
+        return bus.subscribe(lambda _: None, Tick, Beat, name=overflow, run_in="thread", overflow=overflow, maxsize=3)
+
+    return [
+        bus.subscribe(deliver, Tick, Beat, name="deliver"),
+        bus.subscribe(fail, Tick, Beat, name="fail"),
+        bus.subscribe(overrun, Tick, Beat, name="time out", timeout=0.05),
+        bus.subscribe(work, Tick, Beat, name="thread", run_in="thread"),
+        bus.subscribe(work_badly, Tick, Beat, name="inline"),
+        bus.attach(Flaky(), name="sink"),
+        *map(slow, ("drop_oldest", "drop_newest", "latest")),
+    ]
 
 
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_switching")
 def test_G6_the_counts_balance_at_any_instant_under_eight_publishing_threads() -> None:
     """Whenever and from wherever they are read, and at the end to the last event."""
-    events, unbalanced, over = 1500, [], threading.Event()
+    events, unbalanced, over = 2000, [], threading.Event()
 
     def publish(thread: int) -> None:
         for n in range(events):
@@ -80,10 +95,15 @@ def test_G6_the_counts_balance_at_any_instant_under_eight_publishing_threads() -
         while not over.is_set():
             unbalanced.extend((name, counts) for name, counts in bus.stats().items() if not is_balanced(counts))
 
+    def read_as_it_is() -> None:
+        while not over.is_set():
+            counts = [(subscription.name, subscription.read()) for subscription in subscriptions]
+            unbalanced.extend(each for each in counts if not is_balanced(each[1]))
+
     with EventBus() as bus:
-        add_one_of_each(bus)
+        subscriptions = add_one_of_each(bus)
         publishers = [threading.Thread(target=publish, args=(thread,)) for thread in range(8)]
-        readers = [threading.Thread(target=read) for _ in range(2)]
+        readers = [threading.Thread(target=read), threading.Thread(target=read_as_it_is)]
         for thread in (*readers, *publishers):
             thread.start()
         for thread in publishers:
@@ -312,7 +332,7 @@ def test_G6_an_event_that_cannot_be_stamped_stops_nobody() -> None:
 CTRL_C = """
     import os, signal, sys, threading, time
     from random import Random
-    from eventbus import Event, EventBus
+    from eventbus import Event, EventBus, Subscription
 
     kind, hits_wanted = sys.argv[1], int(sys.argv[2])
 
@@ -411,7 +431,7 @@ def test_G6_a_ctrl_c_at_the_first_publish_does_not_end_the_bus() -> None:
     program = """
         import os, signal, threading, time
         from random import Random
-        from eventbus import Event, EventBus
+        from eventbus import Event, EventBus, Subscription
 
         class Step(Event):
             n: int = 0
