@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from eventbus import handling
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
     from eventbus.entry import Entry
     from eventbus.events import Event
     from eventbus.loop import Host, Scope
+    from eventbus.service import Service
     from eventbus.subscription import Queued
 
 __all__ = ["AsyncDelivery", "Delivery"]
@@ -42,7 +42,7 @@ class Delivery:
 
     kind: ClassVar[str]
 
-    def __init__(self, subscriber: Queued, bus: EventBus, host: Host) -> None:
+    def __init__(self, subscriber: Queued, bus: Service, host: Host) -> None:
         self.subscriber = subscriber
         self.cursor = subscriber.cursor
         self.name = subscriber.name
@@ -157,7 +157,7 @@ class AsyncDelivery(Delivery):
     _again: Entry | None = None
     _attempts: tuple[int, int] = (0, 0)
 
-    def __init__(self, subscriber: Queued, bus: EventBus, host: Host) -> None:
+    def __init__(self, subscriber: Queued, bus: Service, host: Host) -> None:
         super().__init__(subscriber, bus, host)
         self._fn: Callable[[Any], Awaitable[object]] = subscriber.fn
         self._waker = host.waker()

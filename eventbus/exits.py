@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
+    from eventbus.service import Service
 
 __all__ = ["fork_count", "running"]
 
 #: Held weakly, so that no bus lives longer for being known here.
-running: WeakSet[EventBus] = WeakSet()
+running: WeakSet[Service] = WeakSet()
 _forks = 0
 
 

@@ -91,7 +91,7 @@ def freeze(value: Any, copies: Copies, depth: int = 0) -> Any:
     type, and are not held.
     """
     kind = type(value)
-    if kind in PLAIN or isinstance(value, bytes | FrozenDict | enum.Enum) or _is_immutable(kind):
+    if kind in PLAIN or isinstance(value, bytes | enum.Enum) or _is_immutable(kind):
         return value
     if depth >= _DEEPEST:
         return f"<{_type_name(value)}: nested deeper than {_DEEPEST}>"

@@ -13,9 +13,9 @@ from eventbus.sinks import SinkDelivery
 from eventbus.threads import ThreadDelivery
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
     from eventbus.loop import Host
     from eventbus.options import Kind
+    from eventbus.service import Service
     from eventbus.subscription import Queued
 
 __all__ = ["Pump"]
@@ -33,7 +33,7 @@ _KINDS: dict[Kind, type[Delivery]] = {"async": AsyncDelivery, "thread": ThreadDe
 class Pump:
     """Serves one bus on one host, from start to stop."""
 
-    def __init__(self, bus: EventBus, host: Host, *, lingers: bool) -> None:
+    def __init__(self, bus: Service, host: Host, *, lingers: bool) -> None:
         self._bus = bus
         self._log = bus._log
         self.host = host

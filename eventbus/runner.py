@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from eventbus.asyncio_host import AsyncioHost
-    from eventbus.bus import EventBus
     from eventbus.delivery import Delivery
+    from eventbus.service import Service
     from eventbus.subscription import Queued
 
 __all__ = ["CloseReport", "Runner"]
@@ -45,7 +45,7 @@ class CloseReport(msgspec.Struct, frozen=True):
 class Runner:
     """One start of a bus: its loop, its pump, and how it ends."""
 
-    def __init__(self, bus: EventBus, *, explicit: bool) -> None:
+    def __init__(self, bus: Service, *, explicit: bool) -> None:
         self._bus = bus
         self._log = bus._log
         #: Asked for by `with bus:` or `async with bus:`, not started by a publish.

@@ -13,9 +13,9 @@ from eventbus.log import hears_rank
 from eventbus.sink import Batch, Sink
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
     from eventbus.entry import Entry
     from eventbus.loop import Host
+    from eventbus.service import Service
     from eventbus.subscription import Queued
 
 __all__ = ["SinkDelivery"]
@@ -35,7 +35,7 @@ class SinkDelivery(Delivery):
 
     kind = "sink"
 
-    def __init__(self, subscriber: Queued, bus: EventBus, host: Host) -> None:
+    def __init__(self, subscriber: Queued, bus: Service, host: Host) -> None:
         super().__init__(subscriber, bus, host)
         self._sink: Sink = subscriber.fn
         self._most = int(getattr(self._sink, "max_batch", 1))

@@ -80,7 +80,8 @@ class Snapshot:
         captured = [freeze(getattr(event, name), copies) for name in self._kept]
         if copies:
             copies.record()
-        return [event, time(), copies if copies else None, None, *captured]
+        bare = replace(event, **dict.fromkeys(self._kept))  # while it waits in the log it holds no tensor, no graph
+        return [bare, time(), copies if copies else None, None, *captured]
 
     def _tidy(self, event: Event) -> Event:
         """Make the plain fields plain where the publisher put something else, and hide credentials in their URLs."""
@@ -172,7 +173,7 @@ def _draft_source(kept: list[str]) -> list[str]:
         value = f"v{index}"
         lines += [
             f"    {value} = event.{name}",
-            f"    if type({value}) is dict:",
+            f"    if type({value}) is dict or type({value}) is FrozenDict:",  # anybody may have made that one
             f"        {value} = {value}.copy()",
             f"        for x in {value}.values():",
             "            if type(x) is not float and type(x) not in PLAIN:",
@@ -181,7 +182,7 @@ def _draft_source(kept: list[str]) -> list[str]:
             f"        for x in {value}:",
             "            if type(x) is not float and type(x) not in PLAIN:",
             "                return draft_slowly(event)",
-            f"    elif type({value}) not in PLAIN and type({value}) is not FrozenDict:",
+            f"    elif type({value}) not in PLAIN:",
             "        return draft_slowly(event)",
         ]
     return [*lines, f"    return [event, time(), None, None, {', '.join(f'v{index}' for index in range(len(kept)))}]"]

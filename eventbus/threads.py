@@ -12,9 +12,9 @@ from eventbus import handling
 from eventbus.delivery import Delivery, backoff_s
 
 if TYPE_CHECKING:
-    from eventbus.bus import EventBus
     from eventbus.entry import Entry
     from eventbus.loop import Host
+    from eventbus.service import Service
     from eventbus.subscription import Queued
 
 __all__ = ["MOST_ABANDONED", "ThreadDelivery"]
@@ -32,7 +32,7 @@ class ThreadDelivery(Delivery):
 
     kind = "thread"
 
-    def __init__(self, subscriber: Queued, bus: EventBus, host: Host) -> None:
+    def __init__(self, subscriber: Queued, bus: Service, host: Host) -> None:
         super().__init__(subscriber, bus, host)
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -1,0 +1,282 @@
+"""Starting and stopping the bus: blocks, flush, close, and the end of the process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from threading import Thread, get_ident, main_thread
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from eventbus import exits, handling
+from eventbus.errors import EventBusError, WouldBlockError
+from eventbus.loop import current_host
+from eventbus.marks import Flush
+from eventbus.publish import Publisher
+from eventbus.runner import CloseReport, Runner
+from eventbus.subscription import Queued
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = ["Service"]
+
+
+class Service(Publisher):
+    """The half of the bus that gives its subscribers a loop to run on, and ends it in time."""
+
+    def __init__(
+        self, *, run: str | None, rank: int | None, redact: Iterable[str], autostart: bool, exit_timeout: float
+    ) -> None:
+        super().__init__(run=run, rank=rank, redact=redact)
+        self._autostart = autostart
+        self._exit_timeout = exit_timeout
+        self._runner: Runner | None = None
+        self._starting = False
+        self._abandoned: set[Thread] = set()
+        self._report = CloseReport(True, {})
+
+    def __enter__(self) -> Self:
+        """Start a loop in a thread of the bus's own."""
+        self._check_not_inert()
+        if self._runner is None or not self._runner.is_started:
+            self._start_own(explicit=True)
+        else:
+            self._runner.take_over()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_with(error, self._close_quietly(10.0))
+
+    async def __aenter__(self) -> Self:
+        """Run on the asyncio or trio loop that runs here; an automatic start is drained and moved here."""
+        self._check_not_inert()
+        host = current_host()
+        self._complete_start()
+        former = self._runner
+        if former is not None:
+            former.take_over()
+            await former.leave(10.0)
+        self._runner = runner = Runner(self, explicit=True)
+        self._refuses = False
+        self._open()
+        runner.start_here(host)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import anyio  # here: only who runs the bus on a loop of the host's needs it
+
+        with anyio.CancelScope(shield=True):
+            await self._aclose_quietly(10.0)
+        self._close_with(error, self._failures.take_due())
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until all that was published before is settled; False when the time (seconds) is over first."""
+        if self._is_inert():
+            return True
+        self._check_may_wait("flush", "await bus.aflush()")
+        self._complete_start()
+        flush = Flush(self._log)
+        self._log.mark(flush)
+        if self._runner is None:
+            timeout = 0.0  # what waits now waits for a start
+        done = flush.completion.wait(timeout)
+        self._log.flushed(flush)
+        return done
+
+    async def aflush(self, timeout: float = 10.0) -> bool:
+        """`flush` for a coroutine, on any loop."""
+        if self._is_inert():
+            return True
+        self._check_not_handling("aflush")
+        self._complete_start()
+        flush = Flush(self._log)
+        self._log.mark(flush)
+        if self._runner is None:
+            timeout = 0.0  # what waits now waits for a start
+        done = await flush.completion.wait_in_task(current_host().waker(), timeout)
+        self._log.flushed(flush)
+        return done
+
+    def close(self, timeout: float = 10.0) -> CloseReport:
+        """Deliver what is pending, close the sinks, stop; returns within `timeout` + 1 s, with what was left.
+
+        Idempotent, from any thread. Later publishes are dropped and counted; the bus can be started again.
+        """
+        if self._is_inert():
+            return self._report
+        self._check_may_wait("close", "await bus.aclose()")
+        self._close_with(None, self._close_quietly(timeout))
+        return self._report
+
+    async def aclose(self, timeout: float = 10.0) -> CloseReport:
+        """`close` for a coroutine, on any loop."""
+        if self._is_inert():
+            return self._report
+        self._check_not_handling("aclose")
+        await self._aclose_quietly(timeout)
+        self._close_with(None, self._failures.take_due())
+        return self._report
+
+    def _close_quietly(self, timeout: float) -> BaseException | None:
+        if self._is_inert():
+            return None
+        self._complete_start()
+        runner = self._runner
+        if runner is None:
+            self._close_unstarted()
+        else:
+            runner.request_close(timeout)
+            self._report = runner.wait_closed(timeout)
+        return self._failures.take_due()
+
+    async def _aclose_quietly(self, timeout: float) -> None:
+        if self._is_inert():
+            return
+        self._complete_start()
+        runner = self._runner
+        if runner is None:
+            self._close_unstarted()
+            return
+        runner.request_close(timeout)
+        await runner.closed.wait_in_task(current_host().waker(), timeout + 0.5)
+        self._report = runner.wait_closed(-1.0) if not runner.closed.is_set() else runner.report
+
+    def _close_unstarted(self) -> None:
+        """Close a bus whose subscribers nobody served."""
+        if self._refuses:
+            return
+        self._refuse_events()
+        self._log.catch_up()
+        left = {}
+        for subscriber in self._log.served():
+            if subscriber.cursor.pending:
+                left[subscriber.name] = subscriber.cursor.pending
+            subscriber.cursor.drop_all("closed")
+        for subscriber in self._log.subscribers:
+            subscriber.cursor.end()  # who reads a stream waits no longer
+        self._report = CloseReport(not left, left)
+
+    def _close_with(self, in_flight: BaseException | None, due: BaseException | None) -> None:
+        if due is None:
+            return
+        if in_flight is None:
+            raise due
+        in_flight.add_note(f"a subscriber failed meanwhile: {type(due).__name__}: {due}")
+
+    def _is_served(self) -> bool:
+        return self._runner is not None or not self._autostart
+
+    def _is_loop_thread(self) -> bool:
+        return self._runner is not None and self._runner.is_loop_thread()
+
+    def _ensure_started(self) -> None:
+        """Start a loop of our own, unless there is one. Claiming the start is one step, so two publishers start one."""
+        if self._starting or self._refuses or (self._runner is None and not self._autostart):
+            return
+        if self._runner is not None and self._runner.is_started:
+            return
+        self._starting = True
+        try:
+            self._start_own(explicit=False)
+        finally:
+            self._starting = False
+
+    def _start_own(self, *, explicit: bool) -> None:
+        fresh = Runner(self, explicit=explicit)
+        if self._runner is None:  # a test and a store without a call between: of several starters one comes first
+            self._runner = fresh
+        runner = self._runner
+        if explicit:
+            self._refuses = False
+        self._open()
+        runner.explicit |= explicit
+        runner.start_own()
+
+    def _complete_start(self) -> None:
+        """Make up for a start in which a Ctrl-C struck."""
+        if self._runner is not None and not self._runner.is_started:
+            self._ensure_started()
+
+    def _open(self) -> None:
+        self._reroute()
+        exits.running.add(self)
+
+    def _refuse_events(self) -> None:
+        self._refuses = True
+        self._reroute()
+
+    def _runner_ended(self, runner: Runner) -> None:
+        if self._runner is not runner:
+            return
+        self._runner = None
+        self._report = runner.report
+        self._refuse_events()
+        exits.running.discard(self)
+
+    def _exit_begin(self) -> None:
+        if self._runner is not None:
+            self._runner.request_close(self._exit_timeout, patience_s=self._exit_timeout / 2)
+
+    def _exit_end(self, started_s: float) -> None:
+        runner = self._runner
+        if runner is None:
+            return
+        report = runner.wait_closed(self._exit_timeout - (perf_counter() - started_s))
+        if not report.ok:
+            logging.getLogger("eventbus").warning("At exit these events were not delivered: %s", dict(report.left))
+
+    def _check_not_inert(self) -> None:
+        if self._is_inert():
+            raise EventBusError(
+                "This bus was made before a fork and is inert in this process. Make an EventBus in the process that "
+                "uses it."
+            )
+
+    def _check_may_wait(self, call: str, instead: str) -> None:
+        if self._is_loop_thread():
+            raise WouldBlockError(
+                f"bus.{call}()", "this is the thread of the loop that must serve it", f"Use {instead}."
+            )
+        self._check_not_handling(call)
+
+    def _check_not_handling(self, call: str) -> None:
+        running = handling.handler.get()
+        if running is not None and running.bus is self and running.event is not None:
+            raise WouldBlockError(
+                f"bus.{call}()", f"it would wait for the event that {running.name!r} is handling here",
+                "Call it outside of a subscriber.",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------- for the bus side
+
+    def _ended(self, subscriber: Queued) -> None:
+        runner = self._runner
+        if runner is not None:
+            runner.ended(subscriber)
+
+    def _lost_loop(self) -> None:
+        """The host's loop ended under the bus: nothing can be delivered any more."""
+        runner = self._runner
+        if runner is not None and not self._is_inert():
+            runner.lose_loop()
+
+    def _forked(self) -> None:
+        """In the forked copy: deliver nothing, also where the loop came along. Takes no lock."""
+        if self._runner is not None:
+            self._runner.halt()
+
+    def _abandoned_threads(self) -> set[Thread]:
+        for thread in tuple(self._abandoned):
+            if not thread.is_alive():
+                self._abandoned.discard(thread)
+        return self._abandoned
+
+    def _is_hosted_in_main(self) -> bool:
+        runner = self._runner
+        return runner is not None and runner.own is None and get_ident() == main_thread().ident
