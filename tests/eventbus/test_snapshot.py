@@ -6,6 +6,7 @@ import copy
 import datetime
 import gc
 import pickle
+import threading
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -222,6 +223,46 @@ def test_G8_ten_thousand_events_keep_no_tensor() -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None] * len(alive)
     bus.close()
+
+
+@pytest.mark.parametrize("shape", ["number", "matrix"])
+@pytest.mark.parametrize("container", [dict, FrozenDict])
+def test_G8_a_held_loop_keeps_no_tensor(shape: str, container: type[dict[str, Any]]) -> None:
+    """Not even the event as published, which waits until the bus side gets to it."""
+    torch = pytest.importorskip("torch")
+    weights = torch.ones(3, requires_grad=True)
+    loss = (weights * 2).sum() if shape == "number" else weights * 2
+    gone = weakref.ref(loss)
+    held, release = threading.Event(), threading.Event()
+    got: list[Any] = []
+    bus = EventBus()
+
+    async def hold(event: Event) -> None:
+        held.set()
+        release.wait(10)
+
+    async def subscriber(event: Event) -> None:
+        got.append(event)
+
+    bus.subscribe(hold, Load)
+    bus.subscribe(subscriber, TrainBatchEnd)
+    bus.publish(Load())
+    assert held.wait(5)
+    bus.publish(TrainBatchEnd(epoch=0, batch=0, step=1, metrics=container(loss=loss), lr=(loss,)))
+    del loss
+    gc.collect()
+    assert gone() is None
+    release.set()
+    assert bus.close().ok
+    assert got[0].metrics["loss"] == (6.0 if shape == "number" else "<torch.Tensor float32[3]>")
+
+
+def test_G8_a_read_only_dict_of_ones_own_is_looked_into_as_any_other() -> None:
+    """A hook that adds to what it received makes one, and anything may be in it."""
+    for inline in (True, False):
+        got = seen(Load(value=FrozenDict(a=Weights(), b=FrozenDict(c=[1]))), inline=inline)
+        assert got.value == {"a": f"<{__name__}.Weights>", "b": {"c": (1,)}}
+        assert type(got.value["b"]) is FrozenDict
 
 
 def test_G8_nothing_is_copied_when_nobody_listens() -> None:
