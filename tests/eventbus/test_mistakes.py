@@ -93,13 +93,9 @@ def test_G15_handlers_of_every_shape_that_can_take_an_event_are_taken() -> None:
     async def partial_of(extra: int, event: Event) -> None: ...
 
     bus = EventBus()
-    kinds = [
-        bus.subscribe(fn, Tick).kind
-        for fn in (
-            Callable(), AsyncCallable(), with_default, functools.partial(partial_of, 1), [].append, lambda *a: None, print,
-        )
-    ]  # fmt: skip
-    assert kinds == ["inline", "async", "inline", "async", "inline", "inline", "inline"]
+    handlers = (Callable(), AsyncCallable(), with_default, functools.partial(partial_of, 1), [].append, print)
+    kinds = [bus.subscribe(handler, Tick).kind for handler in handlers]
+    assert kinds == ["inline", "async", "inline", "async", "inline", "inline"]
 
 
 def test_G15_what_cannot_be_called_is_refused() -> None:
@@ -109,8 +105,6 @@ def test_G15_what_cannot_be_called_is_refused() -> None:
 
 def test_G15_a_coroutine_function_cannot_run_in_a_thread() -> None:
     message = r"'coroutine' is a coroutine function; it cannot run in a thread.*Remove run_in=.*or make it a def"
-        r"'coroutine' is a coroutine function; it cannot run in a thread\. Remove run_in=\"thread\" or make it a def"
-    )
     with pytest.raises(SubscriptionError, match=message):
         EventBus().subscribe(coroutine, Tick, run_in="thread")
 
