@@ -20,7 +20,8 @@ from eventbus.events import (
     Teardown,
     TrainEnd,
 )
-from eventbus.notices import Notices, logger
+from eventbus.notices import Notices, log
+from eventbus.redaction import hide_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,14 +173,14 @@ def _is_intruding(frame: FrameType | None) -> bool:
 
 def _complain(error: BaseException) -> None:
     try:
-        logger.error("Reporting a failure of a subscriber failed: %s", _reason(error), exc_info=error)
+        log(logging.ERROR, "Reporting a failure of a subscriber failed: %s", _reason(error), error=error)
     except BaseException:  # noqa: BLE001  # it is the log that fails
         pass
 
 
 def _reason(error: BaseException) -> str:
     try:
-        said = str(error)
+        said = hide_credentials(str(error))
     except Exception:  # noqa: BLE001  # a broken __str__ hides nothing but itself
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -13,10 +13,12 @@ import msgspec
 
 from eventbus.device import Copies, Deferred
 
-__all__ = ["PLAIN", "DeviceDict", "FrozenDict", "freeze", "plain_key", "resolve", "weigh"]
+__all__ = ["NUMBERS", "PLAIN", "DeviceDict", "FrozenDict", "freeze", "plain_key", "resolve", "weigh"]
 
 #: Exact types that nobody can change.
 PLAIN = frozenset({float, int, str, bool, type(None)})
+#: Those of them that hold no text.
+NUMBERS = PLAIN - {str}
 #: Modules whose classes nobody can change; told by name, so that none of them is imported for it.
 _IMMUTABLE_MODULES = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "zoneinfo"})
 _DEEPEST = 16

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from time import monotonic
 
-__all__ = ["Notices", "logger"]
+from eventbus.redaction import hide_credentials
+
+__all__ = ["Notices", "log", "logger"]
 
 logger = logging.getLogger("eventbus")
 
@@ -35,6 +38,15 @@ class Notices:
         repeats = self._unsaid.pop(key, 0)
         if repeats:
             message += f" ({repeats} more times since the last report)"
-        trace = (type(error), error, error.__traceback__) if error is not None else None
-        logger.log(level, message, *args, exc_info=trace)
+        log(level, message, *args, error=error)
         return repeats + 1
+
+
+def log(level: int, message: str, *args: object, error: BaseException | None = None) -> None:
+    """Log it with the error's traceback, as text where that would show the credentials of a URL."""
+    trace = "".join(traceback.format_exception(error)) if error is not None else ""
+    shown = hide_credentials(trace)
+    if shown != trace:
+        logger.log(level, message + "\n%s", *args, shown)
+    else:
+        logger.log(level, message, *args, exc_info=error)

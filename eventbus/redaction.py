@@ -1,4 +1,4 @@
-"""Hides values whose keys look secret, and credentials in URLs, before any subscriber sees them."""
+"""Hides values whose keys look secret, and credentials and queries in URLs, before any subscriber sees them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from eventbus.frozen import FrozenDict, plain_key
 
-__all__ = ["HIDDEN", "SECRET_KEYS", "Redaction"]
+__all__ = ["HIDDEN", "SECRET_KEYS", "Redaction", "hide_credentials"]
 
 #: What a hidden value is replaced by.
 HIDDEN = "[redacted]"
@@ -25,8 +25,16 @@ SECRET_KEYS = (
     r"authorization",
     r"webhook",
 )
-_USERINFO = re.compile(r"(?<=://)[^/\s@]+@")
+_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
+_QUERY = re.compile(r"(://[^?#\s]*\?)[^#\s'\"<>)]+")
 _KNOWN_KEYS = 10_000
+
+
+def hide_credentials(text: str) -> str:
+    """The text with the user, the password and the query of each URL in it hidden."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(rf"\1{HIDDEN}", _USERINFO.sub(f"{HIDDEN}@", text))
 
 
 class Redaction:
@@ -46,15 +54,20 @@ class Redaction:
     def container(self, value: Any) -> Any:
         """Any frozen value with its secrets hidden."""
         if isinstance(value, str):
-            return self.text(value)
+            return hide_credentials(value)
         if isinstance(value, Mapping):
             return FrozenDict({plain_key(key): self._item(key, item) for key, item in value.items()})
         if isinstance(value, tuple):
             return tuple(self.container(item) for item in value)
         return value
 
-    def text(self, value: str) -> str:
-        return _USERINFO.sub(HIDDEN + "@", value) if "://" in value else value
+    def hide(self, value: Any) -> Any:
+        """The value of a field whose own name looks secret."""
+        if isinstance(value, float | int | None):
+            return value
+        if isinstance(value, Mapping):
+            return FrozenDict({key: self.hide(item) for key, item in value.items()})
+        return tuple(self.hide(item) for item in value) if isinstance(value, tuple) else HIDDEN
 
     def _item(self, key: Any, item: Any) -> Any:
         secret = self.is_secret(key)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from eventbus.device import Copies, Slots
 from eventbus.entry import Entry
 from eventbus.event import Event, UnknownEvent
-from eventbus.frozen import PLAIN, DeviceDict, FrozenDict, freeze, resolve, weigh
+from eventbus.frozen import NUMBERS, PLAIN, DeviceDict, FrozenDict, freeze, resolve, weigh
 from eventbus.redaction import HIDDEN
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class Snapshot:
         scope: dict[str, Any] = {
             "Entry": Entry, "FrozenDict": FrozenDict, "HIDDEN": HIDDEN, "KIND": cls, "PLAIN": PLAIN, "SHED": cls.shed,
             "clean": redaction.container, "draft_slowly": self._draft_slowly, "harmless": redaction.harmless,
+            "hide": redaction.hide, "NUMBERS": NUMBERS,
             "replace": replace, "tidy": self._tidy, "time": time, "weigh": weigh, "weigh_plain": self._weigh_plain,
         }  # fmt: skip
         kind = "stamped.hook" if cls is UnknownEvent else "KIND"
-        source = _draft_source(self._kept) + self._stamp_source(hints) + self._admit_source(hints, kind)
+        source = _draft_source(self._kept, hints) + self._stamp_source(hints) + self._admit_source(hints, kind)
         exec("\n".join(source), scope)  # noqa: S102  # made of field names only, which are identifiers
         self.draft, self.stamp, self.admit = scope["draft"], scope["stamp"], scope["admit"]
 
@@ -93,7 +94,7 @@ class Snapshot:
         return sum(weigh(getattr(event, name)) for name in self._plain)
 
     def _stamp_source(self, hints: dict[str, Any]) -> list[str]:
-        fields = [f"{name}={_cleaned(hints[name], f'draft[{CAPTURED + i}]')}" for i, name in enumerate(self._kept)]
+        fields = [f"{name}={self._cleaned(hints, i)}" for i, name in enumerate(self._kept)]
         return [
             "def stamp(draft, run, rank, attempt):",
             "    event = draft[0]",
@@ -115,10 +116,14 @@ class Snapshot:
             "        size = 400 + weigh_plain(event)",
             "    else:",
             f"        size = {' + '.join(['400', *texts])}",
-            *(f"    v{i} = {_cleaned(hints[n], f'draft[{CAPTURED + i}]')}" for i, n in enumerate(self._kept)),
+            *(f"    v{i} = {self._cleaned(hints, i)}" for i in range(len(self._kept))),
             *self._replace_source("stamped = ", hints, [f"{name}=v{i}" for i, name in enumerate(self._kept)]),
             f"    return Entry(stamped, draft[-1], {' + '.join(['size', *kept])}, SHED, {kind})",
         ]
+
+    def _cleaned(self, hints: dict[str, Any], index: int) -> str:
+        name = self._kept[index]
+        return _cleaned(hints[name], f"draft[{CAPTURED + index}]", is_secret=self._redaction.is_secret(name))
 
     def _oddity(self, hints: dict[str, Any]) -> str:
         return " or ".join(f"({_UNEXPECTED[hints[n]].format(f'event.{n}')})" for n in self._plain) or "False"
@@ -153,8 +158,10 @@ _METRICS = Mapping[str, float]
 _NUMBERS = (_METRICS, tuple[float, ...])
 
 
-def _cleaned(hint: Any, value: str) -> str:
+def _cleaned(hint: Any, value: str, *, is_secret: bool) -> str:
     """The expression for a captured value with its secrets hidden; metrics with known keys take the short way."""
+    if is_secret:
+        return f"hide({value})"
     if hint == _METRICS:
         return f"FrozenDict({value}) if type({value}) is dict and harmless.issuperset({value}) else clean({value})"
     return value if hint in (*_NUMBERS, float, float | None) else f"clean({value})"
@@ -167,22 +174,22 @@ def _hints(cls: type[Event]) -> dict[str, Any]:
         return dict.fromkeys(cls.__struct_fields__, Any)
 
 
-def _draft_source(kept: list[str]) -> list[str]:
+def _draft_source(kept: list[str], hints: dict[str, Any]) -> list[str]:
     lines = ["def draft(event):"]
     for index, name in enumerate(kept):
-        value = f"v{index}"
+        value, plain = f"v{index}", "NUMBERS" if hints[name] in _NUMBERS else "PLAIN"
         lines += [
             f"    {value} = event.{name}",
-            f"    if type({value}) is dict or type({value}) is FrozenDict:",  # anybody may have made that one
+            f"    if type({value}) is dict:",
             f"        {value} = {value}.copy()",
             f"        for x in {value}.values():",
-            "            if type(x) is not float and type(x) not in PLAIN:",
+            f"            if type(x) is not float and type(x) not in {plain}:",
             "                return draft_slowly(event)",
             f"    elif type({value}) is tuple:",
             f"        for x in {value}:",
-            "            if type(x) is not float and type(x) not in PLAIN:",
+            f"            if type(x) is not float and type(x) not in {plain}:",
             "                return draft_slowly(event)",
-            f"    elif type({value}) not in PLAIN:",
+            f"    elif type({value}) not in PLAIN:",  # a FrozenDict too: anybody may have made it
             "        return draft_slowly(event)",
         ]
     return [*lines, f"    return [event, time(), None, None, {', '.join(f'v{index}' for index in range(len(kept)))}]"]

@@ -23,7 +23,7 @@ from tests.eventbus.samples import Load
 
 def seen(event: Event, *, inline: bool = False) -> Any:
     """The event as a subscriber sees it."""
-    bus = EventBus(run="r")
+    bus = EventBus(run="r", redact=())
     got: list[Event] = []
     if inline:
         bus.subscribe(got.append)
