@@ -15,7 +15,6 @@ import pytest
 from eventbus import Event, EventBus, SubscriberErrorEvent
 from tests.eventbus.processes import run_program
 from tests.eventbus.samples import Beat, Tick, assert_balanced
-from tests.eventbus.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -494,4 +493,3 @@ def test_G4_a_ctrl_c_raised_on_the_buss_own_loop_is_a_failure() -> None:
             bus.publish(Tick(n=n))
         assert bus.flush()
         assert bus.stats()["bad"].failed == 3
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "trainbus-loop"])
