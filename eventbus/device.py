@@ -49,18 +49,26 @@ class Deferred:
         self._slot = slots.take()
         self._slot.copy_(tensor.detach().reshape(()), non_blocking=True)
         self._copies = copies
+        self._number: float | int | bool = 0
 
     def value(self) -> float | int | bool:
         """The number; waits for its copy when it has not arrived (which only an inline hook ever does)."""
-        if self._slot is not None:
-            if self._copies.lost:
-                return float("nan")
-            if not self._copies.arrived():
-                self._copies.wait()  # a host-device synchronisation, paid by whoever reads the key inline
-            self._number = self._type(self._slot.item())
-            self._slots.give_back(self._slot)
+        slot = self._slot
+        if slot is None:
+            return self._number
+        if self._copies.lost and not self._copies.arrived():
+            return float("nan")
+        if not self._copies.arrived():
+            self._copies.wait()  # a host-device synchronisation, paid by whoever reads the key inline
+        number: float | int | bool = self._type(slot.item())
+        if self._slot is slot:  # a hook and the bus side may both be here: no call comes between this and the store
+            self._number = number
             self._slot = None
+            self._slots.give_back(slot)
         return self._number
+
+    def __repr__(self) -> str:
+        return repr(self.value())
 
 
 class Copies:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
 from eventbus.device import Copies, Deferred
 
-__all__ = ["NUMBERS", "PLAIN", "DeviceDict", "FrozenDict", "freeze", "plain_key", "resolve", "weigh"]
+if TYPE_CHECKING:
+    from eventbus.event import Event
+
+__all__ = [
+    "NUMBERS",
+    "PLAIN",
+    "DeviceDict",
+    "FrozenDict",
+    "device_class",
+    "freeze",
+    "plain_key",
+    "resolve",
+    "waits",
+    "weigh",
+]
+
+E = TypeVar("E", bound="Event")
 
 #: Exact types that nobody can change.
 PLAIN = frozenset({float, int, str, bool, type(None)})
@@ -55,6 +71,9 @@ class DeviceDict(FrozenDict):
     def get(self, key: Any, default: Any = None) -> Any:
         return resolve(super().get(key, default))
 
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()  # its own, so that dict(), ** and | ask for each value instead of taking them raw
+
     def items(self) -> Any:
         return _all(self).items()
 
@@ -80,6 +99,24 @@ class DeviceDict(FrozenDict):
 
     def __repr__(self) -> str:
         return repr(_all(self))
+
+
+def device_class(cls: type[E], names: Iterable[str]) -> type[E]:
+    """`cls` for inline hooks, with numbers of these fields on a GPU: reading one waits for it, nothing else does."""
+
+    def field(name: str) -> property:
+        raw = getattr(cls, name)
+        return property(lambda event: resolve(raw.__get__(event)))
+
+    def reduced(event: E) -> Any:
+        return cls(**{name: getattr(event, name) for name in cls.__struct_fields__}).__reduce__()
+
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce__": reduced}
+    namespace |= {name: field(name) for name in names}
+    kind: type[E] = type(msgspec.Struct).__new__(  # past the table of events, where it is the same event
+        type(cls), cls.__name__, (cls,), namespace, frozen=True, kw_only=True, tag_field="hook", tag=cls.hook
+    )
+    return kind
 
 
 def _all(mapping: DeviceDict) -> dict[Any, Any]:
@@ -160,17 +197,18 @@ def resolve(value: Any) -> Any:
     """The value with every `Deferred` in it read."""
     if isinstance(value, Deferred):
         return value.value()
-    if isinstance(value, dict) and any(_waits(item) for item in dict.values(value)):
+    if isinstance(value, dict) and waits(value):
         return FrozenDict({key: resolve(item) for key, item in dict.items(value)})
-    if isinstance(value, tuple) and any(_waits(item) for item in value):
+    if isinstance(value, tuple) and waits(value):
         return tuple(resolve(item) for item in value)
     return value
 
 
-def _waits(value: Any) -> bool:
+def waits(value: Any) -> bool:
+    """Whether there is a `Deferred` in it."""
     if isinstance(value, dict):
-        return any(_waits(item) for item in dict.values(value))
-    return isinstance(value, Deferred) or (isinstance(value, tuple) and any(_waits(item) for item in value))
+        return any(waits(item) for item in dict.values(value))
+    return isinstance(value, Deferred) or (isinstance(value, tuple) and any(waits(item) for item in value))
 
 
 def weigh(value: Any) -> int:

@@ -159,8 +159,25 @@ class Log:
         """Hand on all that was published before, waiting for another feeder; from inside the feeder, do nothing."""
         end = perf_counter() + timeout
         while len(self) and self._feeder != get_ident() and perf_counter() < end:
-            if not self.feed():
-                sleep(0.0005)
+            if self.feed():
+                continue
+            if not self._feeder and not self._is_due():
+                return
+            sleep(0.0005)
+
+    def _is_due(self) -> bool:
+        """Whether the next event could be handed on: its numbers have left the GPU, if they were on one."""
+        try:
+            draft = (self._window or self.buffer)[0]
+        except IndexError:  # another thread has just handed it on
+            return True
+        return draft[0] is None or draft[COPIES] is None or draft[COPIES].arrived()
+
+    def lose_devices(self) -> None:
+        """Wait no longer for numbers that are on a GPU."""
+        for draft in (*self._window, *self.buffer.copy()):
+            if draft[0] is not None and draft[COPIES] is not None:
+                draft[COPIES].lost = True
 
     def _feed(self, until_s: float, most: int | None) -> bool:
         window = self._window
@@ -310,9 +327,10 @@ def _channels(subscribers: Iterable[Queued]) -> tuple[Channel, ...]:
 def _has_arrived(draft: Draft) -> bool:
     """Whether the numbers of an event have left the GPU. One that hangs is not waited for any longer."""
     copies = draft[COPIES]
-    copies.lost = not copies.arrived() and time() - draft[TIME] > _DEVICE_WAIT_S
-    if not (copies.lost or copies.arrived()):
-        return False
+    if not copies.arrived():
+        copies.lost = copies.lost or time() - draft[TIME] > _DEVICE_WAIT_S
+        if not copies.lost:
+            return False
     resolve_draft(draft)
     return True
 

@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from eventbus.device import Deferred
+
 __all__ = ["MARKER", "to_plain"]
 
 #: How every marker begins.
@@ -150,6 +152,8 @@ class _Conversion:
         cls = type(value)
         if cls.__module__ in ("datetime", "decimal", "uuid"):
             return msgspec.to_builtins(value)
+        if cls is Deferred:
+            return self.plain(value.value(), place)
         if cls.__module__ == "torch" and cls.__name__ in ("device", "dtype"):
             return _text(str(value))
         if cls.__module__ == "argparse" and cls.__name__ == "Namespace":

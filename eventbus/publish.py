@@ -109,6 +109,8 @@ class Publisher(ABC):
         if self._is_inert():
             return
         queued = route.is_queued_for(event, self._rank)
+        if not (queued or route.hooks):
+            return
         if queued:
             self._ensure_started()
         refused = self._wait_for_room(route.blocking) if queued else ()

@@ -87,8 +87,8 @@ class Pump:
                 idle_since = now
             if moved:
                 await self.host.checkpoint()
-            elif self._foreign and now - idle_since < LINGER_S:
-                await self._waker.wait(LOOK_S)
+            elif len(self._log) or (self._foreign and now - idle_since < LINGER_S):
+                await self._waker.wait(LOOK_S)  # also while numbers of the next event are on their way from a GPU
             else:
                 await self._sleep()
                 idle_since = perf_counter()

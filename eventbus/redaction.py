@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from eventbus.device import Deferred
 from eventbus.frozen import FrozenDict, plain_key
 
 __all__ = ["HIDDEN", "SECRET_KEYS", "Redaction", "hide_credentials"]
@@ -63,7 +64,7 @@ class Redaction:
 
     def hide(self, value: Any) -> Any:
         """The value of a field whose own name looks secret."""
-        if isinstance(value, float | int | None):
+        if isinstance(value, float | int | Deferred | None):
             return value
         if isinstance(value, Mapping):
             return FrozenDict({key: self.hide(item) for key, item in value.items()})
@@ -71,7 +72,7 @@ class Redaction:
 
     def _item(self, key: Any, item: Any) -> Any:
         secret = self.is_secret(key)
-        if isinstance(item, float | int | None):
+        if isinstance(item, float | int | Deferred | None):
             if not secret and isinstance(key, str) and len(self.harmless) < _KNOWN_KEYS:
                 self.harmless.add(key)
             return item

@@ -146,7 +146,7 @@ class Runner:
         self._log.mark(flush)
         await self._wait_for(flush.completion, most_s=_DRAINING * (self._end_s - perf_counter()))
         self._log.flushed(flush)
-        self._take_over_the_rest()
+        await self._take_over_the_rest()
         for subscriber in self._log.subscribers:
             subscriber.cursor.end()
         await self._workers_ended()
@@ -154,12 +154,15 @@ class Runner:
         await self._sinks_closed()
         self._finish()
 
-    def _take_over_the_rest(self) -> None:
-        """Take no more events, and hand on those that came before; unless the bus was started anew meanwhile."""
-        if self._bus._runner is not self:
+    async def _take_over_the_rest(self) -> None:
+        """Take no more events, and hand on those that came before, once their numbers have left the GPU."""
+        assert self.host is not None  # noqa: S101
+        if self._bus._runner is not self:  # the bus was started anew meanwhile
             return
         self._bus._refuse_events()
-        self._log.catch_up(0.1)
+        while len(self._log) and perf_counter() < self._end_s:
+            if not self._log.feed():
+                await self.host.sleep(0.002)
 
     async def _wait_for(self, completion: Completion, most_s: float = math.inf) -> None:
         """Wait until it is complete, the time is over, or (at exit) nothing gets on any more."""
@@ -224,8 +227,11 @@ class Runner:
             self.closed.wait(_SINKS_S)
             return
         self._given_up = True
-        self._take_over_the_rest()
-        others = self._bus._runner is not self
+        others = self._bus._runner is not self  # the bus was started anew meanwhile
+        if not others:
+            self._bus._refuse_events()
+            self._log.lose_devices()
+            self._log.catch_up(0.1)
         left = {s.name: s.cursor.pending for s in self._log.served() if s.cursor.pending}
         for delivery in self._deliveries():
             if not delivery.ended:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from eventbus.device import Copies, Slots
 from eventbus.entry import Entry
 from eventbus.event import Event, UnknownEvent
-from eventbus.frozen import NUMBERS, PLAIN, DeviceDict, FrozenDict, freeze, resolve, weigh
+from eventbus.frozen import NUMBERS, PLAIN, DeviceDict, FrozenDict, device_class, freeze, resolve, waits, weigh
 from eventbus.redaction import HIDDEN
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Snapshot:
     - ``admit(draft, run, rank, attempt)``: the same as the log keeps it, with about how many bytes it holds.
     """
 
-    __slots__ = ("_kept", "_plain", "_redaction", "_slots", "admit", "draft", "stamp")
+    __slots__ = ("_device_class", "_kept", "_plain", "_redaction", "_slots", "admit", "draft", "stamp")
 
     draft: Callable[[Event], Draft]
     stamp: Callable[[Draft, str, int, int], Event]
@@ -53,6 +53,7 @@ class Snapshot:
     def __init__(self, cls: type[Event], redaction: Redaction, slots: Slots) -> None:
         self._redaction = redaction
         self._slots = slots
+        self._device_class: type[Event] | None = None
         hints = _hints(cls)
         own = [name for name in cls.__struct_fields__ if name not in _COMMON]
         #: Fields of plain numbers and texts, which cannot change; the others are captured.
@@ -71,10 +72,14 @@ class Snapshot:
 
     def stamp_lazily(self, draft: Draft, run: str, rank: int, attempt: int) -> Event:
         """The event for an inline hook while numbers are on a GPU: reading one waits for it, nothing else does."""
-        captured = draft[CAPTURED:SEQ]
-        now = [FrozenDict() if isinstance(value, dict) else resolve(value) for value in captured]
-        lazy = {n: DeviceDict(v) for n, v in zip(self._kept, captured, strict=True) if isinstance(v, dict)}
-        return replace(self.stamp([*draft[:CAPTURED], *now, draft[SEQ]], run, rank, attempt), **lazy)
+        event = self.stamp(draft, run, rank, attempt)
+        waiting = {name: value for name in self._kept if waits(value := getattr(event, name))}
+        containers = {name: DeviceDict(value) for name, value in waiting.items() if isinstance(value, dict)}
+        if len(containers) == len(waiting):
+            return replace(event, **containers)
+        if self._device_class is None:
+            self._device_class = device_class(type(event), self._kept)
+        return self._device_class(**{f: getattr(event, f) for f in event.__struct_fields__} | containers)
 
     def _draft_slowly(self, event: Event) -> Draft:
         copies = Copies(self._slots)
