@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eventbus import travel
+from eventbus.errors import SubscriptionError
 from eventbus.events import Event
 from eventbus.filters import Filter
-from eventbus.options import Options
+from eventbus.options import Options, check_settings
 from eventbus.redaction import SECRET_KEYS
 from eventbus.registry import Attachment, SubscriberInfo
 from eventbus.service import Service
@@ -45,6 +46,8 @@ class EventBus(Service):
         exit_timeout: float = 10.0,
         redact: Iterable[str] = SECRET_KEYS,
     ) -> None:
+        redact = redact if isinstance(redact, str) else tuple(redact)
+        check_settings(exit_timeout=exit_timeout, redact=redact)
         super().__init__(run=run, rank=rank, redact=redact, autostart=autostart, exit_timeout=exit_timeout)
         self._controls: dict[str, Control] = {}
 
@@ -52,6 +55,7 @@ class EventBus(Service):
 
     def on(self, *hooks: str | type[Event], **options: Any) -> Callable[[F], F]:
         """Subscribe the decorated function; it is returned unchanged. See `subscribe`."""
+        Filter(*hooks)  # so that a wrong one raises here, a function in the place of the hooks among them
 
         def register(fn: F) -> F:
             self.subscribe(fn, *hooks, **options)
@@ -72,6 +76,9 @@ class EventBus(Service):
     def attach(self, target: Sink | object, **options: Any) -> Subscription | Attachment:
         """Subscribe a sink, or every method of an object that is named like a hook."""
         self._check_not_inert()
+        if isinstance(target, type):
+            name = target.__name__
+            raise SubscriptionError(name, "is a class", f"Attach an object of it: bus.attach({name}(…)).")
         if isinstance(target, Sink):
             return self._registry.add_sink(target, options)
         return self._registry.add_object(target, options)
@@ -110,23 +117,26 @@ class EventBus(Service):
         maxsize: int = 1024, overflow: str = "drop_oldest",
     ) -> Stream[E]:  # fmt: skip
         """Events as an async iterator on the caller's loop: ``async with bus.stream("on_log") as events:``."""
-        filter = Filter(*hooks)
-        return Stream(lambda: self._pull("stream", filter, run=run, when=when, maxsize=maxsize, overflow=overflow))
+        return Stream(self._puller("stream", hooks, run=run, when=when, maxsize=maxsize, overflow=overflow))
 
     def wait_for(
         self, hook: str | type[E], *, run: str | None = None, when: Callable[[E], object] | None = None,
         timeout: float | None = None,
     ) -> Waiting:  # fmt: skip
         """The next event of a hook, to be awaited; subscribes now. Raises `TimeoutError` after `timeout` seconds."""
-        return Waiting(self._pull("wait_for", Filter(hook), run=run, when=when, once=True), timeout)
+        return Waiting(self._puller("wait_for", (hook,), run=run, when=when, once=True)(), timeout)
 
-    def _pull(self, label: str, filter: Filter, **given: Any) -> Queued:
-        self._check_not_inert()
-        subscriber = self._registry.enter(
-            None, f"{label} {' '.join(filter.names)}", "stream", filter, Options.of(label, given)
-        )  # fmt: skip
-        assert isinstance(subscriber, Queued)  # noqa: S101
-        return subscriber
+    def _puller(self, label: str, hooks: tuple[str | type[Event], ...], **given: Any) -> Callable[[], Queued]:
+        """Check what is asked for now; subscribe when called."""
+        filter, options = Filter(*hooks), Options.of(label, given)
+
+        def subscribe() -> Queued:
+            self._check_not_inert()
+            subscriber = self._registry.enter(None, f"{label} {' '.join(filter.names)}", "stream", filter, options)
+            assert isinstance(subscriber, Queued)  # noqa: S101
+            return subscriber
+
+        return subscribe
 
     # ---------------------------------------------------------------------------------- control and observation
 

@@ -48,14 +48,16 @@ class EventBusError(Exception):
 class UnknownHookError(EventBusError, ValueError):
     """A hook that no event has; the message gives the nearest real one."""
 
-    def __init__(self, hook: str, nearest: str | None, elsewhere: str | None = None) -> None:
+    def __init__(
+        self, hook: str, nearest: str | None, elsewhere: str | None = None, *, hint: str | None = None
+    ) -> None:
         self.hook = hook
         self.nearest = nearest
         if elsewhere is not None:
             hint = f"{elsewhere} calls it that; here it is {nearest!r}."
         elif nearest is not None:
             hint = f"Did you mean {nearest!r}?"
-        else:
+        elif hint is None:
             hint = "eventbus.EVENTS lists the known hooks; subclass eventbus.Event to define your own."
         super().__init__(f"There is no hook {hook!r}. {hint}")
 

@@ -92,6 +92,19 @@ _ELSEWHERE = {
         "eval_start": "on_val_start",
         "eval_end": "on_val_end",
     },
+    "fastai": {
+        "before_fit": "on_train_start",
+        "before_epoch": "on_train_epoch_start",
+        "before_batch": "on_train_batch_start",
+        "after_backward": "on_after_backward",
+        "before_step": "on_before_optimizer_step",
+        "after_step": "optimizer_step",
+        "after_batch": "on_train_batch_end",
+        "before_validate": "on_val_start",
+        "after_validate": "on_val_end",
+        "after_epoch": "on_fit_epoch_end",
+        "after_fit": "on_train_end",
+    },
     "Another place": {"on_teardown": "teardown", "on_optimizer_step_end": "optimizer_step"},
 }
 
@@ -150,13 +163,24 @@ def _check(hook: object) -> None:
     if isinstance(hook, type) and issubclass(hook, Event):
         return
     if not isinstance(hook, str):
-        raise UnknownHookError(repr(hook), None)
+        raise UnknownHookError(repr(hook), None, hint=_hint(hook))
     pattern = hook.removeprefix("!")
     if "*" in pattern:
         if not any(fnmatchcase(known, pattern) for known in EVENTS) and not pattern.startswith("on_"):
             raise UnknownHookError(hook, nearest(pattern))
     elif pattern not in EVENTS:
         raise unknown(hook)
+
+
+def _hint(thing: object) -> str:
+    """What to write instead of something that is no hook."""
+    if isinstance(thing, Event):
+        return f"Name the class, not an event of it: {type(thing).__qualname__}."
+    if isinstance(thing, list | tuple | set | frozenset):
+        return "Give several hooks one by one: on('on_log', 'on_train_end')."
+    if callable(thing) and not isinstance(thing, type):
+        return "A decorator needs its brackets: write @bus.on('on_log'), or @bus.on() for every event."
+    return "A hook is a name, a pattern, or an event class."
 
 
 def unknown(hook: str) -> UnknownHookError:
@@ -170,5 +194,7 @@ def unknown(hook: str) -> UnknownHookError:
 
 def nearest(name: str, among: Iterable[str] | None = None) -> str | None:
     """The most similar known name, or None when nothing comes close."""
+    if among is None:
+        name = name.replace("_begin", "_start").replace("_finish", "_end")
     found = difflib.get_close_matches(name, tuple(EVENTS if among is None else among), n=1, cutoff=0.5)
     return found[0] if found else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -14,7 +15,7 @@ from eventbus.errors import SubscriptionError
 from eventbus.events import Event
 from eventbus.filters import nearest
 
-__all__ = ["Kind", "Options", "Overflow", "kind_of"]
+__all__ = ["Kind", "Options", "Overflow", "check_settings", "kind_of"]
 
 Kind = Literal["inline", "async", "thread", "sink", "stream"]
 Overflow = Literal["drop_oldest", "drop_newest", "latest", "block"]
@@ -69,12 +70,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for option, fits, rule in (
             ("every", _is_int(self.every, 1), "a whole number from 1"),
             ("every_s", self.every_s is None or _is_seconds(self.every_s), "a number of seconds above 0"),
-            ("when", self.when is None or callable(self.when), "a function of the event"),
+            ("when", self.when is None or _is_question(self.when), "a plain function of the event"),
             ("once", isinstance(self.once, bool), "True or False"),
             ("run", self.run is None or isinstance(self.run, str), "a run id"),
             ("rank", self.rank in (None, "all") or _is_int(self.rank, 0), '"all" or a rank from 0'),
-            ("name", self.name != "", "a text"),
-            ("priority", isinstance(self.priority, int), "a whole number (higher runs first)"),
+            ("name", self.name is None or _is_text(self.name), "a text"),
+            ("priority", _is_int(self.priority, -(1 << 63)), "a whole number (higher runs first)"),
             ("run_in", self.run_in in (None, "thread"), '"thread"'),
             ("timeout", self.timeout is None or _is_seconds(self.timeout), "a finite number of seconds above 0"),
             ("maxsize", _is_int(self.maxsize, 1), "a whole number of events from 1"),
@@ -118,6 +119,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return named_alike and next(unnamed) == next(unnamed)
 
 
+def check_settings(*, exit_timeout: object, redact: object) -> None:
+    """Refuse a setting of `EventBus` that is out of its range."""
+    for setting, value, fits, rule in (
+        ("exit_timeout", exit_timeout, exit_timeout == 0 or _is_seconds(exit_timeout), "a finite number of seconds"),
+        ("redact", redact, _are_patterns(redact), "several regular expressions, as a tuple or list"),
+    ):
+        if not fits:
+            raise ValueError(f"EventBus got {setting}={value!r}. {setting} is {rule}.")
+
+
+def _are_patterns(patterns: object) -> bool:
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        return False
+    try:
+        return all(re.compile(pattern) is not None for pattern in patterns)
+    except (re.error, TypeError):
+        return False
+
+
 def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:
     """How a callable is served, decided once: inline, on the bus loop, or in a thread."""
     _check_signature(fn, subscriber)
@@ -150,9 +170,31 @@ def _check_signature(fn: Callable[..., Any], subscriber: str) -> None:
         ) from None
     except ValueError:  # a builtin without a signature, e.g. list.append: taken at its word
         return
-    inner = inspect.unwrap(fn)
-    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+    if _is_generator(fn):
         raise SubscriptionError(subscriber, "is a generator: calling it would run nothing", "Remove its yield.")
+
+
+def _is_generator(fn: Callable[..., Any]) -> bool:
+    inner = inspect.unwrap(fn)
+    forms = (inner, getattr(inner, "__call__", None))  # noqa: B004
+    return any(inspect.isgeneratorfunction(form) or inspect.isasyncgenfunction(form) for form in forms)
+
+
+def _is_question(when: object) -> bool:
+    """Whether it can be asked about an event, and answers at once."""
+    if not callable(when) or _is_async(when) or _is_generator(when):
+        return False
+    try:
+        inspect.signature(when).bind(Event())
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _is_int(value: object, least: int) -> bool:

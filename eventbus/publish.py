@@ -35,8 +35,6 @@ class Publisher(ABC):
     """The half of the bus that runs on the publishing threads."""
 
     def __init__(self, *, run: str | None, rank: int | None, redact: Iterable[str]) -> None:
-        if isinstance(redact, str):
-            raise TypeError(f"redact takes several patterns: redact=[{redact!r}].")
         self._run = find_run() if run is None else _checked_run(run)
         self._rank = find_rank() if rank is None else _checked_rank(rank)
         self._attempt = find_attempt()
@@ -237,6 +235,6 @@ def _checked_run(run: object) -> str:
 
 
 def _checked_rank(rank: object) -> int:
-    if not isinstance(rank, int) or rank < 0:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
         raise TypeError(f"A rank is a whole number from 0, not {rank!r}.")
     return rank

@@ -84,11 +84,7 @@ class Registry:
         self, fn: Callable[..., Any], hooks: tuple[str | type[Event], ...], given: Mapping[str, Any]
     ) -> Subscription:
         """Register a callable; again with equal options, its hooks are united."""
-        if not callable(fn):
-            raise SubscriptionError(repr(fn), "cannot be called", "Give a function of one event.")
-        label = str(given.get("name") or describe_fn(fn))
-        options = Options.of(label, given)
-        kind = kind_of(fn, options, label)
+        label, options, kind = _checked(fn, given)
         with self._lock:
             same = self._same(fn)
             if same is not None:
@@ -98,8 +94,6 @@ class Registry:
 
     def add_sink(self, sink: Sink, given: Mapping[str, Any]) -> Subscription:
         label = str(given.get("name") or type(sink).__name__)
-        if isinstance(sink, type):
-            raise SubscriptionError(sink.__name__, "is a class", f"Attach an instance: {sink.__name__}(…).")
         options = Options.of(label, given, sink.options)
         _check_sink(sink, label, options)
         hooks = (sink.hooks,) if isinstance(sink.hooks, str) else tuple(sink.hooks)
@@ -120,8 +114,14 @@ class Registry:
             if name not in EVENTS:
                 raise unknown(name)
         if not hooks:
-            raise SubscriptionError(label, "is no sink and has no method named like a hook", "See eventbus.EVENTS.")
-        return Attachment(label, tuple(self.add(method, (name,), given) for name, method in hooks.items()))
+            hint = "Give a function to bus.subscribe()." if callable(target) else "See eventbus.EVENTS."
+            raise SubscriptionError(label, "is no sink and has no method named like a hook", hint)
+        for method in hooks.values():  # all of them before any is entered
+            _checked(method, given)
+        if "name" in given:
+            label = given["name"]
+        named = {hook: {**given, "name": f"{label}.{hook}"} if "name" in given else given for hook in hooks}
+        return Attachment(label, tuple(self.add(method, (hook,), named[hook]) for hook, method in hooks.items()))
 
     def enter(self, fn: Any, label: str, kind: Kind, filter: Filter, options: Options) -> Subscription:
         """Enter a new subscription under a name that is free; it hears what is published from now on."""
@@ -206,7 +206,17 @@ def _check_sink(sink: Sink, label: str, options: Options) -> None:
     if not isinstance(gather_s, int | float) or not 0 <= gather_s < math.inf:
         raise SubscriptionError(label, f"has flush_interval = {gather_s!r}", "It is a number of seconds from 0.")
     if options.run_in is not None:
-        raise SubscriptionError(label, "is a sink, which runs on the bus loop", "Remove run_in=.")
+        raise SubscriptionError(label, "is a sink, which runs on the bus loop", f'Remove run_in="{options.run_in}".')
+
+
+def _checked(fn: Any, given: Mapping[str, Any]) -> tuple[str, Options, Kind]:
+    """The name, the options and the kind of a callable; raises `SubscriptionError` where they do not fit."""
+    if not callable(fn):
+        hint = "Attach a sink: bus.attach(sink)." if isinstance(fn, Sink) else "Give a function of one event."
+        raise SubscriptionError(repr(fn), "cannot be called", hint)
+    label = str(given.get("name") or describe_fn(fn))
+    options = Options.of(label, given)
+    return label, options, kind_of(fn, options, label)
 
 
 def _is_same(one: object, other: object) -> bool:
