@@ -1,4 +1,4 @@
-"""G9: a number on a GPU is published without waiting for it, and read once, when it has arrived."""
+"""G9: a number on a GPU is published without waiting for it, and read once, when it has arrived; without torch too."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -246,6 +246,49 @@ def test_G14_a_takeover_beside_a_thread_that_publishes_flat_out_loses_nothing(ru
 
     run(main)
     heard.assert_heard(range(published[0]))
+
+
+@every_loop
+def test_G14_deliveries_of_one_subscriber_never_overlap_in_a_takeover(run):
+    """What runs when the bus moves ends first, in its old loop or thread, and the next one comes after it."""
+    bus, seen, done = EventBus(), {"task": [], "thread": []}, threading.Event()
+    running = dict.fromkeys(seen, False)
+
+    def begin(who: str, n: int) -> None:
+        assert not running[who], "two deliveries overlap"
+        running[who] = True
+        seen[who].append(n)
+
+    @bus.on("on_beat", maxsize=10_000)
+    async def in_a_task(event: Beat) -> None:
+        begin("task", event.n)
+        await anyio.sleep(0.02)
+        running["task"] = False
+
+    @bus.on("on_beat", maxsize=10_000, run_in="thread")
+    def in_a_thread(event: Beat) -> None:
+        begin("thread", event.n)
+        sleep(0.02)
+        running["thread"] = False
+
+    def train() -> None:
+        n = 0
+        while not done.wait(0.01):
+            bus.publish(Beat(n=n))
+            n += 1
+
+    training = threading.Thread(target=train)
+    training.start()
+    until(lambda: len(seen["task"]) > 3)
+
+    async def main() -> None:
+        async with bus:
+            done.set()
+            await anyio.to_thread.run_sync(training.join)
+
+    run(main)
+    assert seen["task"] == seen["thread"] == list(range(len(seen["task"])))
+    assert all(stats.failed == 0 for stats in assert_balanced(bus).values())
 
 
 @every_loop

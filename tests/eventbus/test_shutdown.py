@@ -328,6 +328,25 @@ async def test_G10_aclose_on_a_host_loop_returns_in_time():
 
 
 @pytest.mark.anyio
+async def test_G10_a_handler_on_a_host_loop_is_told_that_the_time_is_over():
+    """It is cancelled there too, and ends before the host does."""
+    bus, ended = EventBus(), anyio.Event()
+
+    @bus.on("on_train_batch_end")
+    async def stuck(event: TrainBatchEnd) -> None:
+        try:
+            await anyio.sleep(60)
+        finally:
+            ended.set()
+
+    async with bus:
+        bus.publish(batch_end())
+        await bus.aclose(0.1)
+        with anyio.fail_after(5.0):
+            await ended.wait()
+
+
+@pytest.mark.anyio
 async def test_G10_a_thread_may_close_a_bus_whose_host_loop_is_held(release):
     """`close` from a thread does not need the host's loop, whichever it is."""
     bus, reports, holding = EventBus(), [], threading.Event()
@@ -383,6 +402,23 @@ def test_G10_a_sink_is_closed_although_another_subscriber_hangs(make, timeout, r
         bus.publish(batch_end(1))
         until(lambda: sink.steps)
         bus.close(timeout)
+    assert sink.calls == ["open", "write", "aclose"]
+
+
+def test_G10_a_sink_that_needs_a_while_to_close_gets_it_although_another_subscriber_hangs(release):
+    """A part of the time for closing is kept for those that are done with their events."""
+
+    class Thorough(Recorder):
+        async def aclose(self) -> None:
+            await asyncio.sleep(0.5)
+            await super().aclose()
+
+    bus, sink = EventBus(), Thorough()
+    subscribe_stuck(bus, swallows_cancellation, release)
+    bus.attach(sink)
+    with bus:
+        bus.publish(batch_end(1))
+        bus.close(2.0)
     assert sink.calls == ["open", "write", "aclose"]
 
 
