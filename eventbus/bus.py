@@ -9,7 +9,7 @@ from eventbus import travel
 from eventbus.errors import SubscriptionError
 from eventbus.events import Event
 from eventbus.filters import Filter
-from eventbus.options import Options, check_settings
+from eventbus.options import Options
 from eventbus.redaction import SECRET_KEYS
 from eventbus.registry import Attachment, SubscriberInfo
 from eventbus.service import Service
@@ -46,8 +46,6 @@ class EventBus(Service):
         exit_timeout: float = 10.0,
         redact: Iterable[str] = SECRET_KEYS,
     ) -> None:
-        redact = redact if isinstance(redact, str) else tuple(redact)
-        check_settings(exit_timeout=exit_timeout, redact=redact)
         super().__init__(run=run, rank=rank, redact=redact, autostart=autostart, exit_timeout=exit_timeout)
         self._controls: dict[str, Control] = {}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -15,7 +14,7 @@ from eventbus.errors import SubscriptionError
 from eventbus.events import Event
 from eventbus.filters import nearest
 
-__all__ = ["Kind", "Options", "Overflow", "check_settings", "kind_of"]
+__all__ = ["Kind", "Options", "Overflow", "is_seconds", "kind_of"]
 
 Kind = Literal["inline", "async", "thread", "sink", "stream"]
 Overflow = Literal["drop_oldest", "drop_newest", "latest", "block"]
@@ -69,7 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def _check_ranges(self, subscriber: str) -> None:
         for option, fits, rule in (
             ("every", _is_int(self.every, 1), "a whole number from 1"),
-            ("every_s", self.every_s is None or _is_seconds(self.every_s), "a number of seconds above 0"),
+            ("every_s", self.every_s is None or is_seconds(self.every_s), "a number of seconds above 0"),
             ("when", self.when is None or _is_question(self.when), "a plain function of the event"),
             ("once", isinstance(self.once, bool), "True or False"),
             ("run", self.run is None or isinstance(self.run, str), "a run id"),
@@ -77,11 +76,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ("name", self.name is None or _is_text(self.name), "a text"),
             ("priority", _is_int(self.priority, -(1 << 63)), "a whole number (higher runs first)"),
             ("run_in", self.run_in in (None, "thread"), '"thread"'),
-            ("timeout", self.timeout is None or _is_seconds(self.timeout), "a finite number of seconds above 0"),
+            ("timeout", self.timeout is None or is_seconds(self.timeout), "a finite number of seconds above 0"),
             ("maxsize", _is_int(self.maxsize, 1), "a whole number of events from 1"),
             ("max_bytes", _is_int(self.max_bytes, 1), "a whole number of bytes from 1"),
             ("overflow", self.overflow in get_args(Overflow), "one of " + ", ".join(map(repr, get_args(Overflow)))),
-            ("block_timeout", _is_seconds(self.block_timeout), "a finite number of seconds above 0"),
+            ("block_timeout", is_seconds(self.block_timeout), "a finite number of seconds above 0"),
             ("retries", _is_int(self.retries, 0), "a whole number from 0"),
             ("on_error", self.on_error in ("isolate", "raise"), '"isolate" or "raise"'),
         ):
@@ -117,25 +116,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         named_alike = self.name is None or other.name is None or self.name == other.name
         unnamed = (replace(options, name=None, given=frozenset()) for options in (self, other))
         return named_alike and next(unnamed) == next(unnamed)
-
-
-def check_settings(*, exit_timeout: object, redact: object) -> None:
-    """Refuse a setting of `EventBus` that is out of its range."""
-    for setting, value, fits, rule in (
-        ("exit_timeout", exit_timeout, exit_timeout == 0 or _is_seconds(exit_timeout), "a finite number of seconds"),
-        ("redact", redact, _are_patterns(redact), "several regular expressions, as a tuple or list"),
-    ):
-        if not fits:
-            raise ValueError(f"EventBus got {setting}={value!r}. {setting} is {rule}.")
-
-
-def _are_patterns(patterns: object) -> bool:
-    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-        return False
-    try:
-        return all(re.compile(pattern) is not None for pattern in patterns)
-    except (re.error, TypeError):
-        return False
 
 
 def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:
@@ -201,5 +181,6 @@ def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_seconds(value: object) -> bool:
+def is_seconds(value: object) -> bool:
+    """Whether it is a finite time above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -35,6 +35,8 @@ class Publisher(ABC):
     """The half of the bus that runs on the publishing threads."""
 
     def __init__(self, *, run: str | None, rank: int | None, redact: Iterable[str]) -> None:
+        if isinstance(redact, str):
+            raise TypeError(f"redact takes several patterns: redact=[{redact!r}].")
         self._run = find_run() if run is None else _checked_run(run)
         self._rank = find_rank() if rank is None else _checked_rank(rank)
         self._attempt = find_attempt()

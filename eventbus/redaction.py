@@ -44,7 +44,7 @@ class Redaction:
     __slots__ = ("_secret", "harmless")
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        joined = "|".join(patterns)
+        joined = "|".join(map(_checked, patterns))
         self._secret = re.compile(joined, re.IGNORECASE) if joined else None
         #: Keys already looked at, so that a batch event costs one set comparison.
         self.harmless: set[str] = set()
@@ -77,3 +77,11 @@ class Redaction:
                 self.harmless.add(key)
             return item
         return HIDDEN if secret else self.container(item)
+
+
+def _checked(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"redact holds {pattern!r}, which is no regular expression: {error}.") from None
+    return pattern

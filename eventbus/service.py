@@ -12,6 +12,7 @@ from eventbus import exits, handling
 from eventbus.errors import EventBusError, WouldBlockError
 from eventbus.loop import current_host
 from eventbus.marks import Flush
+from eventbus.options import is_seconds
 from eventbus.publish import Publisher
 from eventbus.runner import CloseReport, Runner
 from eventbus.subscription import Queued
@@ -31,6 +32,8 @@ class Service(Publisher):
     ) -> None:
         super().__init__(run=run, rank=rank, redact=redact)
         self._autostart = autostart
+        if exit_timeout != 0 and not is_seconds(exit_timeout):
+            raise ValueError(f"exit_timeout is a finite number of seconds, not {exit_timeout!r}.")
         self._exit_timeout = exit_timeout
         self._runner: Runner | None = None
         self._starting = False
