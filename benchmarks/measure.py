@@ -58,16 +58,15 @@ def per_call(call: Callable[[], object], number: int, repeat: int = 7) -> float:
     return best
 
 
-def paced(calls: list[Callable[[], object]], *, every_s: float, number: int) -> list[list[float]]:
-    """Seconds of each call, in turn, one every `every_s` beside Python work; sorted."""
-    took: list[list[float]] = [[] for _ in calls]
+def paced(call: Callable[[], object], *, every_s: float, number: int) -> list[float]:
+    """Seconds of each call, one every `every_s` beside Python work."""
+    times = []
     for _ in range(number):
-        for call, times in zip(calls, took, strict=True):
-            work_until(time.perf_counter() + every_s)
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-    return [sorted(times) for times in took]
+        work_until(time.perf_counter() + every_s)
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return times
 
 
 def work_until(end_s: float) -> None:
