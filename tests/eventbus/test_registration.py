@@ -214,6 +214,88 @@ def test_G13_eight_threads_register_publish_and_leave_at_once() -> None:
     assert bus.stats() == {}
 
 
+@pytest.mark.parametrize("kind", ["async", "thread"])
+def test_G13_who_comes_and_goes_in_a_flood_sees_one_unbroken_stretch(kind: str) -> None:
+    """From the first event published after registering to the last one before closing, and no other."""
+    bus, over, current = EventBus(), threading.Event(), [0]
+    wrong: list[object] = []
+
+    def publish() -> None:
+        while not over.is_set():
+            current[0] += 1
+            bus.publish(Tick(n=current[0]))
+
+    def come_and_go(me: int) -> None:
+        for turn in range(12):
+            got: list[int] = []
+
+            def block(event: Tick, got: list[int] = got) -> None:
+                got.append(event.n)
+
+            before, name = current[0], f"{me}-{turn}"
+            if kind == "thread":
+                subscription = bus.subscribe(block, Tick, name=name, run_in="thread", maxsize=10**6)
+            else:
+                subscription = bus.subscribe(collector(got), Tick, name=name, maxsize=10**6)
+            present = current[0]
+            until(lambda got=got: len(got) > 20)
+            still_present = current[0]
+            subscription.close()
+            gone = current[0]
+            until(lambda subscription=subscription: not subscription.stats.pending)
+            first, last = got[0], got[0] + subscription.stats.matched - 1
+            if not (before <= first <= present + 1 and still_present - 1 <= last <= gone):
+                wrong.append((before, first, present, still_present, last, gone))
+            if got != list(range(first, first + len(got))):
+                wrong.append(got)
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    guests = [threading.Thread(target=come_and_go, args=(me,)) for me in range(4)]
+    for guest in guests:
+        guest.start()
+    for guest in guests:
+        guest.join()
+    over.set()
+    publisher.join()
+    assert wrong == []
+    assert bus.stats() == {}
+    bus.close()
+
+
+def test_G13_many_threads_may_close_one_subscription_at_once() -> None:
+    """Whoever is first closes it, and what waits is dropped once."""
+    for _ in range(10):
+        bus, gate, begun, errors = EventBus(), threading.Event(), threading.Event(), list[Exception]()
+
+        async def hold(event: Tick, gate: threading.Event = gate, begun: threading.Event = begun) -> None:
+            begun.set()
+            gate.wait(5)
+
+        subscription = bus.subscribe(hold, Tick)
+        for n in range(6):
+            bus.publish(Tick(n=n))
+        assert begun.wait(5)
+        start = threading.Barrier(8)
+
+        def close(subscription: Any = subscription, start: threading.Barrier = start, errors: Any = errors) -> None:
+            start.wait()
+            try:
+                subscription.close()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gate.set()
+        bus.close()
+        assert errors == []
+        assert (subscription.stats.delivered, subscription.stats.dropped_by) == (1, {"unsubscribed": 5})
+
+
 @pytest.mark.parametrize("queued", [True, False])
 def test_G13_once_is_once_with_eight_publishing_threads(queued: bool) -> None:
     """However many threads publish, and removing itself twice is no error."""
