@@ -69,7 +69,7 @@ class Batch(Sequence["Event"]):
     @property
     def json(self) -> list[bytes]:
         """One JSON object per event, without line ends."""
-        return [entry.json for entry in self._entries]
+        return [entry.encoded or entry.json for entry in self._entries]
 
 
 def encoded(events: Sequence[Event]) -> list[bytes]:

@@ -115,19 +115,20 @@ class SinkDelivery(Delivery):
         cursor.waiting = False
 
     def _take(self) -> list[Entry]:
-        self._batch = batch = []
-        size = 0
-        first = self.cursor.take()
-        while first is not None:
-            if self.subscriber.is_closed:
+        """What is written next: all that waits, within the bounds of a batch."""
+        batch: list[Entry] = []
+        self._batch = batch
+        entry = self.cursor.take()
+        if entry is not None and self.subscriber.is_closed:
+            self.cursor.drop(entry, "unsubscribed")
+            return batch
+        take_more, most, size = self.cursor.take_more, self._most, 0
+        while entry is not None:
+            batch.append(entry)
+            size += entry.size
+            if size >= BATCH_BYTES or len(batch) >= most:
                 break
-            batch.append(first)
-            size += first.size
-            if len(batch) >= self._most or size >= BATCH_BYTES:
-                return batch
-            first = self.cursor.take_more()
-        if first is not None:
-            self.cursor.drop(first, "unsubscribed")
+            entry = take_more()
         return batch
 
     async def _open(self) -> bool:
