@@ -300,6 +300,10 @@ class LatestCursor(Cursor):
             self.pending -= 1
             self.bytes -= entry.size
 
+    def drop_first(self, reason: str) -> bool:
+        self._taken += 1  # before it looks at the queue, which a feeder may be about to replace
+        return super().drop_first(reason)
+
     def bound(self) -> None:
         self._coalesce()
         super().bound()

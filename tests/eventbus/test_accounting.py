@@ -186,6 +186,46 @@ def test_G6_several_threads_may_flush_at_once() -> None:
     assert all(outcomes)
 
 
+@pytest.mark.usefixtures("eager_switching")
+@pytest.mark.parametrize(("overflow", "turns"), [("drop_oldest", 1), ("drop_newest", 1), ("latest", 4)])
+def test_G6_a_close_that_gives_up_counts_each_event_once(overflow: str, turns: int) -> None:
+    """While the loop is held, who closes drops what waits, and others publish and read the counts at the same time."""
+    for _ in range(turns):
+        release, held, over = threading.Event(), threading.Event(), threading.Event()
+        bus = EventBus()
+
+        async def hold(event: Event, held: threading.Event = held, release: threading.Event = release) -> None:
+            held.set()
+            release.wait(10)
+
+        def publish(bus: EventBus = bus, over: threading.Event = over) -> None:
+            n = 0
+            while not over.is_set():
+                bus.publish((Tick, Beat, Load)[n % 3](n=n))
+                n += 1
+
+        def read(bus: EventBus = bus, over: threading.Event = over) -> None:
+            while not over.is_set():
+                bus.stats()
+
+        subscriber = bus.subscribe(hold, overflow=overflow)
+        threads = [threading.Thread(target=target) for target in (publish, publish, read)]
+        for thread in threads:
+            thread.start()
+        assert held.wait(10)
+        report = bus.close(0.001)
+        over.set()
+        for thread in threads:
+            thread.join()
+        release.set()
+        assert not report.ok
+        with bus:  # delivers what was published while the bus closed
+            assert bus.flush()
+            stats = subscriber.stats
+        assert is_balanced(stats)
+        assert stats.pending == 0
+
+
 def _expected(events: Sequence[tuple[str, int]], *, every: int, parity: int | None, once: bool) -> list[int]:
     """Which places of `events` (hook and value) the conditions let through."""
     seen: Counter[str] = Counter()
