@@ -55,9 +55,7 @@ class Callbacks:
             for hook, method in hooks_of(callback):
                 self._register(hook, method, getattr(callback, "priority", 0), owner=type(callback).__name__)
 
-    def add_callback(
-        self, hook: str | type[Event], fn: Callable[[Any], Any], priority: int = 0
-    ) -> Subscription:
+    def add_callback(self, hook: str | type[Event], fn: Callable[[Any], Any], priority: int = 0) -> Subscription:
         """Call ``fn(trainer)`` at a hook, or await ``fn(event)`` when it is an ``async def``.
 
         Closing what it returns ends that. Higher `priority` comes first. The same function added again to the same

@@ -30,9 +30,7 @@ def export(trainer: Trainer, format: str, path: Path, example: tuple[Any, ...] |
     model = unwrapped(trainer.model)
     with evaluating(model):
         write(model, path, example)
-    run.publish(
-        ExportEnd, format=format, path=str(path), bytes=path.stat().st_size, seconds=monotonic() - started
-    )
+    run.publish(ExportEnd, format=format, path=str(path), bytes=path.stat().st_size, seconds=monotonic() - started)
     return path
 
 

@@ -153,9 +153,7 @@ class Trainer(Steps, Callbacks, Attributes):
         with self._delivery.session():
             yield from prediction.predict(self, loader)
 
-    def export(
-        self, format: str, path: str | os.PathLike[str], *, example: tuple[Any, ...] | None = None
-    ) -> Path:
+    def export(self, format: str, path: str | os.PathLike[str], *, example: tuple[Any, ...] | None = None) -> Path:
         """Write the model as "weights" (a state dict), "pt2" or "onnx"; those two need an `example`, its arguments."""
         with self._delivery.session():
             return export.export(self, format, Path(path), example)
