@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
+import weakref
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -696,6 +697,26 @@ def test_G10_a_bus_can_be_started_again_while_the_old_handler_still_hangs(releas
         assert bus.flush(5.0)
         until(lambda: 2 in seen)
     assert bus.stats()["stuck"].delivered == 1
+
+
+def test_G10_a_closed_bus_is_held_by_nobody():
+    """Neither its threads nor the exit hook keep it, its subscribers or its sinks in memory."""
+    bus, sink = EventBus(), Recorder()
+    bus.attach(sink)
+
+    @bus.on("on_train_batch_end", run_in="thread")
+    def in_a_thread(event: TrainBatchEnd) -> None: ...
+
+    with bus:
+        bus.publish(batch_end())
+    gone = [weakref.ref(thing) for thing in (bus, sink, in_a_thread)]
+    del bus, sink, in_a_thread
+
+    def collected() -> bool:
+        gc.collect()
+        return all(reference() is None for reference in gone)
+
+    until(collected)
 
 
 # -------------------------------------------------------------------------------------------- on_error="raise"
