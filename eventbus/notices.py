@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from time import monotonic
 
 from eventbus.redaction import hide_credentials
@@ -44,6 +43,8 @@ class Notices:
 
 def log(level: int, message: str, *args: object, error: BaseException | None = None) -> None:
     """Log it with the error's traceback, as text where that would show the credentials of a URL."""
+    import traceback  # here: most processes never report a failure
+
     trace = "".join(traceback.format_exception(error)) if error is not None else ""
     shown = hide_credentials(trace)
     if shown != trace:
