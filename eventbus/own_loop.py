@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from eventbus.executor import DaemonExecutor
 from eventbus.notices import logger
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ class OwnLoop:
 
     def __init__(self, main: Callable[[AsyncioHost], Coroutine[Any, Any, None]], *, spare_threads: int) -> None:
         load_loop()
-        from eventbus.executor import DaemonExecutor  # with the loop: who starts none needs no threads either
-
         self._main = main
         self._executor = DaemonExecutor(spare_threads)
         self._thread: threading.Thread | None = None
