@@ -18,7 +18,7 @@ test: $(VENV)/.dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: $(VENV)/.dev
 	@$(bin)/python -m benchmarks $(ARGS)
