@@ -50,6 +50,8 @@ class Tensor:
     """One number, or a vector of them."""
 
     is_meta = False
+    #: Called when a number is read from host memory.
+    on_read: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, value: Any, device: Device | None = None, dtype: str = "torch.float32") -> None:
         self.value = value
@@ -76,6 +78,8 @@ class Tensor:
     def item(self) -> Any:
         if self.device is not None:
             self.device.wait()
+        else:
+            Tensor.on_read()
         return self.value
 
     def set_(self, value: Any) -> None:

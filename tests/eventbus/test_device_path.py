@@ -361,6 +361,29 @@ def test_G9_secrets_stay_hidden_beside_a_number_on_its_way(gpu):
     assert seen == [{"api_key": "[redacted]", "num_tokens": 5, "url": "https://[redacted]@host/"}]
 
 
+def test_G9_two_readers_of_one_number_free_its_slot_once(gpu, monkeypatch):
+    """While a hook reads the number the bus side reads it too; the numbers behind it do not share a slot after that."""
+    bus = EventBus()
+    losses = Losses(bus)
+
+    def let_the_others_read() -> None:
+        monkeypatch.setattr(Tensor, "on_read", staticmethod(lambda: None))
+        assert bus.flush()
+
+    def hook(event: TrainBatchEnd) -> None:
+        if event.step == 0:
+            gpu.run()
+            monkeypatch.setattr(Tensor, "on_read", staticmethod(let_the_others_read))
+            assert event.metrics["loss"] == 0.0
+
+    bus.subscribe(hook, "on_train_batch_end", on_error="raise")
+    with bus:
+        for step in range(1500):  # more than were ever free, so that each slot is taken again
+            bus.publish(batch_end(step, loss=Tensor(float(step), gpu)))
+        gpu.run()
+    losses.assert_seen([float(step) for step in range(1500)])
+
+
 def test_G9_a_hook_and_the_bus_side_may_read_a_number_at_the_same_time(running_gpu):
     """Two threads after one number each get it, and its slot is free once, not twice."""
     bus, seen = EventBus(), []
