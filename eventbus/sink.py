@@ -31,7 +31,7 @@ class Sink(Protocol):
     and a method ``bind(*, run: str, rank: int)``, called before the first `open`.
     """
 
-    #: The hooks it hears unless `attach` is given others; empty = every event.
+    #: The hooks it hears; empty = every event.
     hooks: Sequence[str]
     #: Its own defaults for the options of `EventBus.subscribe`.
     options: Mapping[str, Any]
