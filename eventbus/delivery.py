@@ -8,6 +8,7 @@ files of their own.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,7 +34,7 @@ _BACKOFF_S = 0.1
 _BACKOFF_MOST_S = 5.0
 
 
-class Delivery:
+class Delivery(ABC):
     """One subscriber's worker and its clock.
 
     A worker has a generation: when a handler will not stop, the clock abandons it by raising the generation and
@@ -69,8 +70,9 @@ class Delivery:
         """Whether nothing of it runs any more that another loop would have to wait for."""
         return self.cursor.running is None
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Start a worker of this generation."""
 
     def check(self, now_s: float) -> float:
         """Look at the clock: end an attempt that is over; returns when to look again."""
