@@ -86,7 +86,7 @@ class Delivery(ABC):
             self.abandon()
         return self.deadline_s
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027  # a thread and a sink cannot be asked
         """Ask the running attempt to stop."""
 
     def abandon(self) -> None:
