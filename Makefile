@@ -1,5 +1,6 @@
 # `make demo` and `make test` are all there is to know. Each sets up what it needs, once, in $(VENV).
-#   PYTHON=python3.12 VENV=.venv.312 make test    another interpreter, beside the first
+#   make test-all                                 the tests of the bus on every other Python that is found, too
+#   PYTHON=python3.12 VENV=.venv-3.12 make test   another interpreter, beside the first
 #   make demo ARGS=--help                         arguments for what is started
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ ARGS ?=
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
-.PHONY: demo test bench clean
+.PHONY: demo test test-bus test-all bench clean
 
 demo: $(VENV)/.demo
 	@$(bin)/python -m trainer demo $(ARGS)
@@ -19,6 +20,12 @@ test: $(VENV)/.dev
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-bus: $(VENV)/.bus
+	$(bin)/python -m pytest -n 2 --dist loadfile tests/eventbus tests/sinks $(ARGS)
+
+test-all: test
+	@$(bin)/python .ci/other-pythons.py
 
 bench: $(VENV)/.dev
 	@$(bin)/python -m benchmarks $(ARGS)
@@ -34,9 +41,14 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
 	@$(install) '.[dev]'
 	@touch $@ $(VENV)/.demo
 
+$(VENV)/.bus: pyproject.toml constraints.txt | $(bin)/python
+	@echo "Installing what the tests of eventbus and sinks need into $(VENV) (once; without torch) …"
+	@$(install) '.[test-bus]'
+	@touch $@
+
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainbus needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-3.*
