@@ -142,14 +142,14 @@ class Publisher(ABC):
             return None
         if self._failures.due:
             self._failures.raise_due(event)
-        if self._refuses:
-            self._count_too_late(event)
-            return None
         routes, cls = self._routes, event.__class__  # fetched before the table is read: a change replaces them
         heard = [s for s in self._registry.all() if s.filter.hears(cls, event.hook)]
         route = Route(heard, self._snapshot(cls), rank=self._rank) if heard else None
         if route is not None and route.is_queued_for(event, self._rank):
             self._ensure_started()
+        if self._refuses:  # last, since it may be closed at this very moment
+            self._count_too_late(event)
+            return None
         asks_again = route is not None and not route.careful and not self._is_served()
         if cls is not UnknownEvent and not self._failures.due and not asks_again:
             routes[cls] = route

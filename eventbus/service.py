@@ -129,11 +129,8 @@ class Service(Publisher):
     def _close_quietly(self, timeout: float) -> BaseException | None:
         if self._is_inert():
             return None
-        self._complete_start()
-        runner = self._runner
-        if runner is None:
-            self._close_unstarted()
-        else:
+        runner = self._runner_to_close()
+        if runner is not None:
             runner.request_close(timeout)
             self._report = runner.wait_closed(timeout)
         return self._failures.take_due()
@@ -141,20 +138,24 @@ class Service(Publisher):
     async def _aclose_quietly(self, timeout: float) -> None:
         if self._is_inert():
             return
-        self._complete_start()
-        runner = self._runner
+        runner = self._runner_to_close()
         if runner is None:
-            self._close_unstarted()
             return
         runner.request_close(timeout)
         await runner.closed.wait_in_task(current_host().waker(), timeout + 0.5)
         self._report = runner.wait_closed(-1.0) if not runner.closed.is_set() else runner.report
 
+    def _runner_to_close(self) -> Runner | None:
+        """What serves the subscribers; when nothing does, the bus is closed here, and None returned."""
+        self._complete_start()
+        if self._runner is None and not self._refuses:
+            self._refuse_events()
+            if self._runner is None:  # else a publish that was under way has started it after all
+                self._close_unstarted()
+        return self._runner
+
     def _close_unstarted(self) -> None:
-        """Close a bus whose subscribers nobody served."""
-        if self._refuses:
-            return
-        self._refuse_events()
+        """Close a bus whose subscribers nobody served, and which takes no events any more."""
         self._log.catch_up()
         left = {}
         for subscriber in self._log.served():
@@ -192,11 +193,14 @@ class Service(Publisher):
 
     def _start_own(self, *, explicit: bool) -> None:
         fresh = Runner(self, explicit=explicit)
-        if self._runner is None:  # a test and a store without a call between: of several starters one comes first
-            self._runner = fresh
-        runner = self._runner
         if explicit:
             self._refuses = False
+        # Tests and a store without a call between: of several starters one comes first, and none after a close.
+        if self._runner is None and not self._refuses:
+            self._runner = fresh
+        runner = self._runner
+        if runner is None:
+            return
         self._open()
         runner.explicit |= explicit
         runner.start_own()

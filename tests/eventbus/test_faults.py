@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from eventbus import Event, EventBus, Log, SubscriberErrorEvent, SubscriptionError
+from eventbus.runner import Runner
 from tests.eventbus.samples import Beat, Load, Tick, assert_balanced
 from tests.eventbus.waiting import until
 
@@ -134,6 +135,26 @@ def test_G10_a_publish_that_races_close_does_not_start_the_bus_again() -> None:
         stop.set()
         thread.join()
         assert "closed" in repr(bus)
+
+
+def test_G10_a_start_that_a_close_overtakes_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publish is about to start the bus, and another thread closes it at that very moment."""
+    bus = EventBus()
+
+    async def handler(event: Event) -> None: ...
+
+    def overtaken(service: EventBus, *, explicit: bool) -> Runner:
+        closer = threading.Thread(target=bus.close)
+        closer.start()
+        closer.join()
+        return Runner(service, explicit=explicit)
+
+    monkeypatch.setattr("eventbus.service.Runner", overtaken)
+    bus.subscribe(handler, Tick, name="h")
+    bus.publish(Tick())
+    assert "closed" in repr(bus)
+    assert bus.stats()["h"].pending == 0
+    assert "1 events were published after close." in bus.report()
 
 
 def test_G4_a_handler_that_cancels_its_own_task_loses_nothing() -> None:
