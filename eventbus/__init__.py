@@ -9,6 +9,7 @@ from eventbus.errors import (
     DecodeError,
     EventBusError,
     HookTakenError,
+    JournalError,
     NameTakenError,
     NotPicklableError,
     PublishRecursionError,
@@ -71,9 +72,15 @@ from eventbus.subscription import Subscription
 
 if TYPE_CHECKING:
     from eventbus.control import Control, Request
+    from eventbus.recording import read_journal
     from eventbus.tracking import track
 
-_LATER = {"Control": "eventbus.control", "Request": "eventbus.request", "track": "eventbus.tracking"}
+_LATER = {
+    "Control": "eventbus.control",
+    "Request": "eventbus.request",
+    "read_journal": "eventbus.recording",
+    "track": "eventbus.tracking",
+}
 
 __all__ = [
     "EVENTS",
@@ -99,6 +106,7 @@ __all__ = [
     "FitEpochEnd",
     "FrozenDict",
     "HookTakenError",
+    "JournalError",
     "LRChange",
     "Log",
     "ModelSave",
@@ -144,6 +152,7 @@ __all__ = [
     "decode",
     "encode",
     "encoded",
+    "read_journal",
     "track",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eventbus import travel
@@ -35,6 +36,11 @@ class EventBus(Service):
     own at the first publish that a queued subscriber hears, unless ``autostart=False``; events then wait, within the
     bounds of each subscriber. ``exit_timeout`` (seconds) is for delivering what is left at interpreter exit.
     ``redact`` holds regular expressions; a text or container whose key matches one is hidden.
+
+    With ``journal=DIRECTORY`` (``{run}`` and ``{rank}`` are filled in) every published event is on disk before
+    `publish` returns and outlives the process, whatever kills it; ``overflow="spill"`` and ``durable=True`` rest on
+    it, `read_journal` and ``python -m eventbus`` read it. One bus at a time may write to a directory; raises
+    `JournalError` when another does, or when it cannot be written. Use a local disk. See docs/journal.md.
     """
 
     def __init__(
@@ -42,11 +48,15 @@ class EventBus(Service):
         *,
         run: str | None = None,
         rank: int | None = None,
+        journal: str | PathLike[str] | None = None,
         autostart: bool = True,
         exit_timeout: float = 10.0,
         redact: Iterable[str] = SECRET_KEYS,
     ) -> None:
         super().__init__(run=run, rank=rank, redact=redact, autostart=autostart, exit_timeout=exit_timeout)
+        if journal is not None:
+            self._bind_journal(fspath(journal))
+            self._open()
         self._controls: dict[str, Control] = {}
 
     # --------------------------------------------------------------------------------------------- registration
@@ -91,7 +101,8 @@ class EventBus(Service):
         try:
             return self._routes[event] is not None
         except KeyError:
-            return any(s.filter.hears(event, event.hook) for s in self._registry.all())
+            heard = any(s.filter.hears(event, event.hook) for s in self._registry.all())
+            return heard or self._journal is not None
 
     def describe(self) -> list[SubscriberInfo]:
         """Who is subscribed, in the order of registration."""

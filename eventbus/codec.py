@@ -18,11 +18,12 @@ import msgspec
 from eventbus.errors import DecodeError
 from eventbus.events import EVENTS, Event, UnknownEvent
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "pack"]
 
 _Format: TypeAlias = Literal["json", "msgpack"]
 
 _to_json = msgspec.json.Encoder().encode
+_to_msgpack = msgspec.msgpack.Encoder().encode
 _astuple = msgspec.structs.astuple
 
 _UNTAGGED = frozenset((Event, UnknownEvent))  # the classes whose hook msgspec does not write
@@ -53,6 +54,16 @@ def encode(event: Event, format: _Format = "json") -> bytes:
         return _encode_carefully(event, write=write, binary=format == "msgpack")
     except RecursionError:  # called on the last frames of the stack: what needs none is written
         return write({"hook": event.hook, "seq": event.seq})
+
+
+def pack(event: Event) -> bytes:
+    """Return `event` as msgpack, the short way where there is one; for a frozen event, as the bus stamps it."""
+    try:
+        if type(event) not in _UNTAGGED:
+            return _to_msgpack(event)
+    except Exception:  # noqa: BLE001  # what msgspec does not know
+        pass
+    return encode(event, "msgpack")
 
 
 def _module(format: str) -> Any:

@@ -14,6 +14,8 @@ from eventbus.stats import Counters
 
 if TYPE_CHECKING:
     from eventbus.entry import Entry
+    from eventbus.event import Event
+    from eventbus.journal import Journal
     from eventbus.options import Options
 
 __all__ = ["Cursor", "cursor_for"]
@@ -52,6 +54,15 @@ class Cursor(Counters):
         self.running: Entry | None = None
         #: No event will come any more.
         self.ended = False
+
+    def begin(self, seq: int) -> None:
+        """The subscriber hears what comes after this point of the log."""
+
+    def resume(self) -> None:
+        """The bus starts, perhaps again."""
+
+    def forget(self) -> None:
+        """The subscription was closed, for good."""
 
     def feed(self, batch: Sequence[Entry], size: int) -> None:
         """Take over events in the order of their numbers; `size` is their sum in bytes."""
@@ -148,6 +159,10 @@ class Cursor(Counters):
         self.bytes -= entry.size
         queue.popleft()
         return True
+
+    def shed_all(self, reason: str) -> None:
+        """Drop what waits, as long as nobody can be served."""
+        self.drop_all(reason)
 
     def drop_all(self, reason: str) -> None:
         while self.drop_first(reason):
@@ -249,6 +264,11 @@ class Cursor(Counters):
         self.matched += 1
         self.failed += 1
         self.seq = entry.seq
+
+    def misread(self) -> None:
+        """Count an event from the journal as failed whose `when` raised."""
+        self.matched += 1
+        self.failed += 1
 
     def end(self) -> None:
         """No event will come any more; the worker ends when what is left is settled."""
@@ -361,8 +381,12 @@ class BlockCursor(Cursor):
         """Nothing to do: it holds at most one event more than its bound for each thread that publishes."""
 
 
-def cursor_for(options: Options) -> Cursor:
-    """The cursor of a policy."""
+def cursor_for(options: Options, journal: Journal | None, admits: Callable[[Event], bool]) -> Cursor:
+    """The cursor of a policy; `admits` says whether the subscriber gets an event that is read from the journal."""
+    if journal is not None and options.overflow == "spill":
+        from eventbus.spill import DurableCursor, SpillCursor
+
+        return DurableCursor(options, journal, admits) if options.durable else SpillCursor(options, journal)
     if options.overflow == "latest":
         return LatestCursor(options)
     if options.overflow == "drop_newest":

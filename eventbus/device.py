@@ -67,6 +67,10 @@ class Deferred:
             self._slots.give_back(slot)
         return self._number
 
+    def known(self) -> float | int | bool:
+        """The number if it was read already, else NaN; never waits."""
+        return self._number if self._slot is None else float("nan")
+
     def __repr__(self) -> str:
         return repr(self.value())
 

@@ -12,7 +12,22 @@ if TYPE_CHECKING:
     from eventbus.cursor import Cursor
     from eventbus.event import Event
 
-__all__ = ["Entry"]
+__all__ = ["PARTIAL", "Entry", "Note"]
+
+
+#: A flag in the journal: numbers of the event were still on a GPU.
+PARTIAL = 1 << 62
+
+
+class Note(msgspec.Struct, gc=False):
+    """What is known about an event where `publish` takes its longer way."""
+
+    #: The thread that published it, where somebody may have to be told.
+    thread: int
+    #: Cursors with ``overflow="block"`` for which the publisher gave up waiting.
+    refused_by: tuple[Cursor, ...] = ()
+    #: Numbers of it were still on a GPU when it was written to the journal.
+    is_partial: bool = False
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -24,6 +39,8 @@ class Entry(msgspec.Struct, gc=False):
     shed: bool
     #: What filters look at: the event's class, or the hook of an event whose class is unknown here.
     kind: Any
+    #: Where it is in the journal; 0 = it is not.
+    place: int = 0
     #: The thread that published it, where somebody may have to be told.
     thread: int = 0
     #: Cursors with ``overflow="block"`` for which the publisher gave up waiting.

@@ -12,6 +12,7 @@
     ├── PublishRecursionError   (RuntimeError)  hooks that publish each other without end
     ├── NotPicklableError       (TypeError)     a subscriber that cannot be pickled or copied
     ├── DecodeError             (ValueError)    bytes that are no event
+    ├── JournalError            (RuntimeError)  a journal that cannot be used
     ├── SinkUnavailable                         raised by a sink: keep these events, ask again later
     └── SinkGone                                raised by a sink: its receiver wants no more events
 """
@@ -30,6 +31,7 @@ __all__ = [
     "DecodeError",
     "EventBusError",
     "HookTakenError",
+    "JournalError",
     "NameTakenError",
     "NotPicklableError",
     "PublishRecursionError",
@@ -122,6 +124,13 @@ class NotPicklableError(EventBusError, TypeError):
 
 class DecodeError(EventBusError, ValueError):
     """Bytes that are no event."""
+
+
+class JournalError(EventBusError, RuntimeError):
+    """A journal that cannot be used: it belongs to a running bus, cannot be made, or is of another version."""
+
+    def __init__(self, path: object, problem: str, remedy: str) -> None:
+        super().__init__(f"Journal {str(path)!r} {problem}. {remedy}")
 
 
 class SinkUnavailable(EventBusError):  # noqa: N818  # a state of the receiver, named as sinks speak of it

@@ -112,6 +112,7 @@ class Failures:
 
     def tell_losses(self) -> None:
         """Announce what was dropped since the last time, and what went wrong while feeding; called by the pump."""
+        self._attempt(self._bus._log.tidy)
         self._attempt(self._tell_losses)
 
     def _tell_losses(self) -> None:

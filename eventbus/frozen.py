@@ -23,6 +23,7 @@ __all__ = [
     "FrozenDict",
     "device_class",
     "freeze",
+    "known",
     "plain_key",
     "resolve",
     "waits",
@@ -201,6 +202,17 @@ def resolve(value: Any) -> Any:
         return FrozenDict({key: resolve(item) for key, item in dict.items(value)})
     if isinstance(value, tuple) and waits(value):
         return tuple(resolve(item) for item in value)
+    return value
+
+
+def known(value: Any) -> Any:
+    """The value with every `Deferred` in it that was not read yet as NaN."""
+    if isinstance(value, Deferred):
+        return value.known()
+    if isinstance(value, dict) and waits(value):
+        return FrozenDict({key: known(item) for key, item in dict.items(value)})
+    if isinstance(value, tuple) and waits(value):
+        return tuple(known(item) for item in value)
     return value
 
 

@@ -82,6 +82,8 @@ class Log:
         #: What went wrong while feeding: who or what, and the error; told by the pump, since a feeder must not log.
         self.errors: deque[tuple[str, BaseException]] = deque()
         self.flushes: list[Flush] = []
+        #: The last event that was handed on.
+        self.handed = 0
 
     def append(self, draft: Draft) -> None:
         """Give the entry its number and append it, in one C call.
@@ -221,6 +223,7 @@ class Log:
             about_us = not stretch.kinds.isdisjoint(_ABOUT)
             for channel in self._channels:
                 channel.feed(stretch, about_us=about_us)
+            self.handed = entries[-1].seq
 
     def settled(self, cursor: Cursor) -> None:
         """Called by a cursor after an event was settled, while a flush goes on."""
@@ -237,9 +240,10 @@ class Log:
             for later in tuple(self.flushes):  # begun meanwhile, by the feeder
                 later.watch()
 
-    def attach(self, subscriber: Queued) -> None:
+    def attach(self, subscriber: Queued, seq: int) -> None:
         if subscriber in self.subscribers:  # an interrupted feeder begins again
             return
+        subscriber.cursor.begin(seq)
         self.subscribers += (subscriber,)
         self.newcomers.append(subscriber)
         self.rechannel()
@@ -254,6 +258,9 @@ class Log:
         if not subscriber.cursor.pending and subscriber in self.newcomers:
             self.newcomers.remove(subscriber)
         self.rechannel()
+
+    def tidy(self) -> None:
+        """Now and then, on the bus side: see to what is on disk."""
 
     def served(self) -> list[Queued]:
         """Every subscriber to which the bus itself delivers, those that are leaving included; streams are read."""

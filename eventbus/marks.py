@@ -24,7 +24,7 @@ class Attach(Mark):
 
     def reached(self, seq: int) -> None:
         if not self._subscriber.is_closed:
-            self._log.attach(self._subscriber)
+            self._log.attach(self._subscriber, seq)
 
 
 class Widen(Mark):

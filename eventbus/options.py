@@ -17,7 +17,7 @@ from eventbus.filters import nearest
 __all__ = ["Kind", "Options", "Overflow", "is_seconds", "kind_of"]
 
 Kind = Literal["inline", "async", "thread", "sink", "stream"]
-Overflow = Literal["drop_oldest", "drop_newest", "latest", "block"]
+Overflow = Literal["drop_oldest", "drop_newest", "latest", "block", "spill"]
 
 _MIB = 1024 * 1024
 _TIMEOUT_S: Mapping[Kind, float] = {
@@ -27,7 +27,7 @@ _TIMEOUT_S: Mapping[Kind, float] = {
     "stream": math.inf,
     "inline": math.inf,
 }
-_QUEUE_OPTIONS = ("timeout", "maxsize", "max_bytes", "overflow", "block_timeout", "retries")
+_QUEUE_OPTIONS = ("timeout", "maxsize", "max_bytes", "overflow", "block_timeout", "retries", "durable")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +49,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     block_timeout: float = 1.0
     retries: int = 0
     on_error: Literal["isolate", "raise"] = "isolate"
+    durable: bool = False
     #: The names of those that were given, not left at their default.
     given: frozenset[str] = frozenset()
 
@@ -63,7 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 raise SubscriptionError(subscriber, f"got an unknown option {option!r}", hint)
         options = cls(**{**(defaults or {}), **given}, given=frozenset(given))
         options._check_ranges(subscriber)
-        return options
+        return options._made_durable(subscriber) if options.durable else options
 
     def _check_ranges(self, subscriber: str) -> None:
         for option, fits, rule in (
@@ -82,11 +83,30 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ("overflow", self.overflow in get_args(Overflow), "one of " + ", ".join(map(repr, get_args(Overflow)))),
             ("block_timeout", is_seconds(self.block_timeout), "a finite number of seconds above 0"),
             ("retries", _is_int(self.retries, 0), "a whole number from 0"),
+            ("durable", isinstance(self.durable, bool), "True or False"),
             ("on_error", self.on_error in ("isolate", "raise"), '"isolate" or "raise"'),
         ):
             if not fits:
                 value = getattr(self, option)
                 raise SubscriptionError(subscriber, f"got {option}={value!r}", f"{option} is {rule}.")
+
+    def _made_durable(self, subscriber: str) -> Options:
+        """A durable subscriber loses nothing, and is known by its name to the next process."""
+        if self.name is None:
+            raise SubscriptionError(subscriber, "is durable and has no name", "Give it name=: it is found again by it.")
+        if "overflow" in self.given and self.overflow != "spill":
+            raise SubscriptionError(
+                subscriber, f"is durable and has overflow={self.overflow!r}", 'Leave overflow= out: it is "spill".'
+            )
+        return replace(self, overflow="spill")
+
+    def check_journal(self, subscriber: str) -> None:
+        """Refuse what only a bus with a journal can do, on one that has none."""
+        asked = "durable=True" if self.durable else 'overflow="spill"' if self.overflow == "spill" else None
+        if asked:
+            raise SubscriptionError(
+                subscriber, f"has {asked}, and the bus has no journal", "Give it one: EventBus(journal=DIRECTORY)."
+            )
 
     def check_inline(self, subscriber: str) -> None:
         """Refuse what only a queue can do."""

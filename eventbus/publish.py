@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable
 from operator import iadd
+from pathlib import Path
 from threading import get_ident
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 from eventbus import exits
+from eventbus.codec import pack
 from eventbus.device import Slots
+from eventbus.entry import PARTIAL, Entry, Note
 from eventbus.events import Event, UnknownEvent
 from eventbus.failures import ABOUT_US, Failures
 from eventbus.identity import find_attempt, find_rank, find_run
@@ -21,12 +25,12 @@ from eventbus.marks import Detach
 from eventbus.redaction import Redaction
 from eventbus.registry import Registry
 from eventbus.route import Route
-from eventbus.snapshot import COPIES, NOTE, Draft, Snapshot
+from eventbus.snapshot import COPIES, NOTE, Draft, Snapshot, known_draft
 from eventbus.subscription import Queued, Subscription
 
 if TYPE_CHECKING:
     from eventbus.cursor import Cursor
-    from eventbus.entry import Entry
+    from eventbus.journal import Journal
 
 __all__ = ["Publisher"]
 
@@ -45,6 +49,8 @@ class Publisher(ABC):
         self._slots = Slots()
         self._snapshots: dict[type[Event], Snapshot] = {}
         self._log = Log(self._admit)
+        self._journal: Journal | None = None
+        self._journal_directory: str | None = None
         self._registry = Registry(self)
         self._failures = Failures(self)
         self._routes: dict[type[Event], Route | None] = {}
@@ -87,7 +93,8 @@ class Publisher(ABC):
             if route is None:
                 return
             if route.careful or exits._forks != self._forks:
-                self._publish_carefully(route, event)
+                publish = self._publish_carefully if route.particular else self._publish_recorded
+                publish(route, event)
                 return
             log = self._log
             draft = route.draft(event)
@@ -109,23 +116,64 @@ class Publisher(ABC):
         if self._is_inert():
             return
         queued = route.is_queued_for(event, self._rank)
-        if not (queued or route.hooks):
+        if not (queued or route.hooks or self._journal is not None):
             return
         if queued:
             self._ensure_started()
-        refused = self._wait_for_room(route.blocking) if queued else ()
+        refused = self._wait_for_room(route.blocking) if queued and route.blocking else ()
         draft = route.draft(event)
-        draft[NOTE] = (get_ident(), refused)
-        if queued:
+        draft[NOTE] = Note(get_ident(), refused)
+        if self._journal is not None:
+            self._record(route.snapshot, draft, self._log.buffer if queued else deque())
+        elif queued:
             self._log.append(draft)
+        else:
+            draft += next(self._log.numbers)
+        if queued:
             if self._log.asleep:
                 self._log.rouse()
             elif len(self._log) > HANDOFF:
                 self._log.relieve()
-        else:
-            draft += next(self._log.numbers)
         if route.hooks:
             self._run_hooks(route, draft)
+
+    def _publish_recorded(self, route: Route, event: Event) -> None:
+        """The way with a journal: the event is on disk before it is in the log."""
+        if exits._forks != self._forks:
+            return
+        log = self._log
+        draft = route.draft(event)
+        self._record(route.snapshot, draft, log.buffer)
+        if log.asleep:
+            log.rouse()
+        elif len(log.buffer) > HANDOFF:
+            log.relieve()
+        if route.hooks:
+            self._run_hooks(route, draft)
+
+    def _record(self, snapshot: Snapshot, draft: Draft, buffer: deque[Draft]) -> None:
+        """Write the event to the journal as its subscribers will see it, and put it into the buffer of the log."""
+        assert self._journal is not None  # noqa: S101
+        if draft[COPIES] is None:
+            data = snapshot.record(draft, self._run, self._rank, self._attempt)
+            draft.append(0)  # room for its number
+            self._journal.append(draft, data, buffer)
+        else:
+            draft[NOTE] = draft[NOTE] or Note(get_ident())
+            draft[NOTE].is_partial = True
+            draft.append(0)
+            data = snapshot.record(known_draft(draft), self._run, self._rank, self._attempt)
+            self._journal.append(draft, data, buffer, PARTIAL)
+
+    def _bind_journal(self, directory: str) -> None:
+        """From the beginning, and before anybody subscribes: write every event to a journal, once that is open."""
+        from eventbus.journal import Journal
+        from eventbus.journaled_log import JournaledLog
+
+        self._journal_directory = directory
+        filled = directory.replace("{run}", self._run).replace("{rank}", str(self._rank))
+        self._journal = Journal(Path(filled))
+        self._log = JournaledLog(self._admit, self._journal)
 
     def _run_hooks(self, route: Route, draft: Draft) -> None:
         snapshot = route.snapshot
@@ -144,7 +192,8 @@ class Publisher(ABC):
             self._failures.raise_due(event)
         routes, cls = self._routes, event.__class__  # fetched before the table is read: a change replaces them
         heard = [s for s in self._registry.all() if s.filter.hears(cls, event.hook)]
-        route = Route(heard, self._snapshot(cls), rank=self._rank) if heard else None
+        journaled = self._journal is not None
+        route = Route(heard, self._snapshot(cls), rank=self._rank, journaled=journaled) if heard or journaled else None
         if route is not None and route.is_queued_for(event, self._rank):
             self._ensure_started()
         if self._refuses:  # last, since it may be closed at this very moment
@@ -168,8 +217,11 @@ class Publisher(ABC):
     def _admit(self, draft: Draft) -> Entry:
         """On the bus side: the entry that cursors hold, with the event as subscribers see it."""
         entry = self._snapshots[draft[0].__class__].admit(draft, self._run, self._rank, self._attempt)
-        if draft[NOTE] is not None:
-            entry.thread, entry.refused_by = draft[NOTE]
+        note: Note | None = draft[NOTE]
+        if note is not None:
+            entry.thread, entry.refused_by = note.thread, note.refused_by
+            if note.is_partial and self._journal is not None:
+                entry.place = self._journal.amend(entry.seq, pack(entry.event))
         return entry
 
     def _wait_for_room(self, blocking: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
@@ -208,6 +260,7 @@ class Publisher(ABC):
         self._registry.remove(subscription)
         self._reroute()
         if isinstance(subscription, Queued):
+            subscription.cursor.forget()
             self._log.mark(Detach(self._log, subscription, reason))
 
     def _spent(self, subscriber: Queued) -> None:
@@ -215,6 +268,7 @@ class Publisher(ABC):
         self._registry.remove(subscriber)
         self._reroute()
         self._log.detach(subscriber)
+        subscriber.cursor.forget()
         subscriber.cursor.end()
 
     @abstractmethod

@@ -128,6 +128,8 @@ class Registry:
         make = InlineHook if kind == "inline" else Queued
         if make is Queued:
             load_loop()
+            if self._bus._journal is None:
+                options.check_journal(label)
         subscription = make(self._bus, fn, label, kind, filter, options)
         number = 1
         while self._table.setdefault(subscription.name, subscription) is not subscription:

@@ -93,6 +93,7 @@ class Runner:
         self.pump = pump = Pump(self._bus, host, lingers=lingers)
         for subscriber in self._log.served():
             subscriber.cursor.ended = subscriber in self._log.leaving
+            subscriber.cursor.resume()
             if subscriber not in self._log.newcomers:
                 self._log.newcomers.append(subscriber)
         pump.start()

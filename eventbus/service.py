@@ -164,6 +164,7 @@ class Service(Publisher):
             subscriber.cursor.drop_all("closed")
         for subscriber in self._log.subscribers:
             subscriber.cursor.end()  # who reads a stream waits no longer
+        self._close_journal()
         self._report = CloseReport(not left, left)
 
     def _close_with(self, in_flight: BaseException | None, due: BaseException | None) -> None:
@@ -211,6 +212,8 @@ class Service(Publisher):
             self._ensure_started()
 
     def _open(self) -> None:
+        if self._journal is not None:
+            self._journal.open()
         self._reroute()
         exits.running.add(self)
 
@@ -224,7 +227,13 @@ class Service(Publisher):
         self._runner = None
         self._report = runner.report
         self._refuse_events()
+        self._close_journal()
         exits.running.discard(self)
+
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._log.tidy()
+            self._journal.close()
 
     def _exit_begin(self) -> None:
         if self._runner is not None:
@@ -233,6 +242,7 @@ class Service(Publisher):
     def _exit_end(self, started_s: float) -> None:
         runner = self._runner
         if runner is None:
+            self._close_journal()
             return
         report = runner.wait_closed(self._exit_timeout - (perf_counter() - started_s))
         if not report.ok:
@@ -277,6 +287,8 @@ class Service(Publisher):
         """In the forked copy: deliver nothing, also where the loop came along. Takes no lock."""
         if self._runner is not None:
             self._runner.halt()
+        if self._journal is not None:
+            self._journal.forked()
 
     def _abandoned_threads(self) -> set[Thread]:
         for thread in tuple(self._abandoned):

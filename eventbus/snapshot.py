@@ -14,26 +14,27 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from msgspec.structs import replace
 
+from eventbus.codec import pack
 from eventbus.device import Copies, Slots
 from eventbus.entry import Entry
 from eventbus.event import Event, UnknownEvent
-from eventbus.frozen import NUMBERS, PLAIN, DeviceDict, FrozenDict, device_class, freeze, resolve, waits, weigh
+from eventbus.frozen import NUMBERS, PLAIN, DeviceDict, FrozenDict, device_class, freeze, known, resolve, waits, weigh
 from eventbus.redaction import HIDDEN
 
 if TYPE_CHECKING:
     from eventbus.redaction import Redaction
 
-__all__ = ["COPIES", "EVENT", "NOTE", "SEQ", "TIME", "Draft", "Snapshot", "resolve_draft"]
+__all__ = ["COPIES", "EVENT", "NOTE", "PLACE", "SEQ", "TIME", "Draft", "Snapshot", "known_draft", "resolve_draft"]
 
 _COMMON = frozenset(Event.__struct_fields__)
 
 
 #: An event on its way through the log: the event as published, its Unix time, the copies of its numbers that are
-#: still on a GPU (or None), the publishing thread and the cursors that refuse it (or None), the captured values, and
-#: last its number. A list, because one C call can then number it and append it to the log.
+#: still on a GPU (or None), a `Note` (or None), its place in the journal (0 = none), the captured values, and last its
+#: number. A list, because one C call can then number it and append it to the log.
 Draft = list[Any]
 
-EVENT, TIME, COPIES, NOTE, CAPTURED, SEQ = 0, 1, 2, 3, 4, -1
+EVENT, TIME, COPIES, NOTE, PLACE, CAPTURED, SEQ = 0, 1, 2, 3, 4, 5, -1
 
 
 class Snapshot:
@@ -42,13 +43,15 @@ class Snapshot:
     - ``draft(event)``: the event with what has to be copied now, for the log.
     - ``stamp(draft, run, rank, attempt)``: the event that subscribers see.
     - ``admit(draft, run, rank, attempt)``: the same as the log keeps it, with about how many bytes it holds.
+    - ``record(draft, run, rank, attempt)``: the same as msgpack, without its number; for the journal.
     """
 
-    __slots__ = ("_device_class", "_kept", "_plain", "_redaction", "_slots", "admit", "draft", "stamp")
+    __slots__ = ("_device_class", "_kept", "_plain", "_redaction", "_slots", "admit", "draft", "record", "stamp")
 
     draft: Callable[[Event], Draft]
     stamp: Callable[[Draft, str, int, int], Event]
     admit: Callable[[Draft, str, int, int], Entry]
+    record: Callable[[Draft, str, int, int], bytes]
 
     def __init__(self, cls: type[Event], redaction: Redaction, slots: Slots) -> None:
         self._redaction = redaction
@@ -62,13 +65,14 @@ class Snapshot:
         scope: dict[str, Any] = {
             "Entry": Entry, "FrozenDict": FrozenDict, "HIDDEN": HIDDEN, "KIND": cls, "PLAIN": PLAIN, "SHED": cls.shed,
             "clean": redaction.container, "draft_slowly": self._draft_slowly, "harmless": redaction.harmless,
-            "hide": redaction.hide, "NUMBERS": NUMBERS,
+            "hide": redaction.hide, "NUMBERS": NUMBERS, "pack": pack,
             "replace": replace, "tidy": self._tidy, "time": time, "weigh": weigh, "weigh_plain": self._weigh_plain,
         }  # fmt: skip
         kind = "stamped.hook" if cls is UnknownEvent else "KIND"
         source = _draft_source(self._kept, hints) + self._stamp_source(hints) + self._admit_source(hints, kind)
+        source += self._record_source(hints)
         exec("\n".join(source), scope)  # noqa: S102  # made of field names only, which are identifiers
-        self.draft, self.stamp, self.admit = scope["draft"], scope["stamp"], scope["admit"]
+        self.draft, self.stamp, self.admit, self.record = (scope[f] for f in ("draft", "stamp", "admit", "record"))
 
     def stamp_lazily(self, draft: Draft, run: str, rank: int, attempt: int) -> Event:
         """The event for an inline hook while numbers are on a GPU: reading one waits for it, nothing else does."""
@@ -87,7 +91,7 @@ class Snapshot:
         if copies:
             copies.record()
         bare = replace(event, **dict.fromkeys(self._kept))  # while it waits in the log it holds no tensor, no graph
-        return [bare, time(), copies if copies else None, None, *captured]
+        return [bare, time(), copies if copies else None, None, 0, *captured]
 
     def _tidy(self, event: Event) -> Event:
         """Make the plain fields plain where the publisher put something else, and hide credentials in their URLs."""
@@ -123,7 +127,20 @@ class Snapshot:
             f"        size = {' + '.join(['400', *texts])}",
             *(f"    v{i} = {self._cleaned(hints, i)}" for i in range(len(self._kept))),
             *self._replace_source("stamped = ", hints, [f"{name}=v{i}" for i, name in enumerate(self._kept)]),
-            f"    return Entry(stamped, draft[-1], {' + '.join(['size', *kept])}, SHED, {kind})",
+            f"    return Entry(stamped, draft[-1], {' + '.join(['size', *kept])}, SHED, {kind}, draft[4])",
+        ]
+
+    def _record_source(self, hints: dict[str, Any]) -> list[str]:
+        """`stamp` once more, without making read-only what is encoded at once."""
+        plain = [self._cleaned(hints, index) for index in range(len(self._kept))]
+        fields = [f"{name}={value.removeprefix('FrozenDict')}" for name, value in zip(self._kept, plain, strict=True)]
+        return [
+            "def record(draft, run, rank, attempt):",
+            "    event = draft[0]",
+            f"    if {self._oddity(hints)}:",
+            "        event = tidy(event)",
+            *self._replace_source("stamped = ", hints, fields, "0"),
+            "    return pack(stamped)",
         ]
 
     def _cleaned(self, hints: dict[str, Any], index: int) -> str:
@@ -133,11 +150,11 @@ class Snapshot:
     def _oddity(self, hints: dict[str, Any]) -> str:
         return " or ".join(f"({_UNEXPECTED[hints[n]].format(f'event.{n}')})" for n in self._plain) or "False"
 
-    def _replace_source(self, lead: str, hints: dict[str, Any], fields: list[str]) -> list[str]:
+    def _replace_source(self, lead: str, hints: dict[str, Any], fields: list[str], seq: str = "draft[-1]") -> list[str]:
         secret = [n for n in self._plain if hints[n] in (str, str | None) and self._redaction.is_secret(n)]
         return [
             f"    {lead}replace(",
-            "        event, seq=draft[-1], time=event.time or draft[1], run=run if event.run is None else event.run,",
+            f"        event, seq={seq}, time=event.time or draft[1], run=run if event.run is None else event.run,",
             "        rank=rank if event.rank is None else event.rank, attempt=event.attempt or attempt,",
             f"        {', '.join([*fields, *(f'{name}=HIDDEN' for name in secret)])}",
             "    )",
@@ -148,6 +165,11 @@ def resolve_draft(draft: Draft) -> None:
     """Read the numbers that were on a GPU; called when they have arrived, or are given up."""
     draft[CAPTURED:SEQ] = [resolve(value) for value in draft[CAPTURED:SEQ]]
     draft[COPIES] = None
+
+
+def known_draft(draft: Draft) -> Draft:
+    """A copy of it with NaN for the numbers that are still on a GPU; waits for none."""
+    return [*draft[:CAPTURED], *map(known, draft[CAPTURED:SEQ]), draft[SEQ]]
 
 
 #: For each annotation of a plain field, when its value is not what was annotated (or is a URL).
@@ -197,4 +219,5 @@ def _draft_source(kept: list[str], hints: dict[str, Any]) -> list[str]:
             f"    elif type({value}) not in PLAIN:",  # a FrozenDict too: anybody may have made it
             "        return draft_slowly(event)",
         ]
-    return [*lines, f"    return [event, time(), None, None, {', '.join(f'v{index}' for index in range(len(kept)))}]"]
+    captured = ", ".join(f"v{index}" for index in range(len(kept)))
+    return [*lines, f"    return [event, time(), None, None, 0, {captured}]"]

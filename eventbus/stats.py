@@ -13,7 +13,7 @@ __all__ = ["Counters", "SubscriberStats", "table"]
 _RECENT_CALLS = 1024
 _REASONS = (
     "overflow", "reserve", "newest", "coalesced", "block_timeout", "unsubscribed", "closed", "loop_closed",
-    "no_thread", "interrupted", "disabled",
+    "no_thread", "interrupted", "disabled", "journal",
 )  # fmt: skip
 
 

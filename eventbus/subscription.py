@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from eventbus.conditions import Conditions
 from eventbus.cursor import cursor_for
+from eventbus.log import hears_rank
 from eventbus.stats import Counters
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Queued(Subscription):
         super().__init__(bus, fn, name, kind, filter, options)
         #: What the log feeds it; `filter` once the log has come to where that was changed.
         self.heard = filter
-        self.cursor = cursor_for(options)
+        self.cursor = cursor_for(options, bus._journal, self._recall)
         self.timeout_s = options.timeout_s(kind)
         #: The last event that the conditions were asked about; its answer may not have been acted upon.
         self._judged = 0
@@ -157,6 +158,19 @@ class Queued(Subscription):
                     self.cursor.feed((entry,), entry.size)
         if conditions.spent:
             self._bus._spent(self)
+
+    def _recall(self, event: Event) -> bool:
+        """Whether it gets an event that is read from the journal; called by its worker, in order."""
+        if not self.heard.hears(type(event), event.hook) or self.options.run not in (None, event.run):
+            return False
+        if not hears_rank(self.options.rank, event.rank, event.hook):
+            return False
+        try:
+            return self.conditions is None or self.conditions.admit(event)
+        except Exception as error:  # noqa: BLE001  # a foreign predicate
+            self.cursor.misread()
+            self._bus._log.errors.append((self.name, error))
+            return False
 
     def _admits(self, conditions: Conditions, entry: Entry) -> bool:
         try:

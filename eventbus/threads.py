@@ -68,7 +68,7 @@ class ThreadDelivery(Delivery):
             self.start()
             return
         self.cursor.waiting = True  # first: what comes from now on calls this again
-        self.cursor.drop_all("no_thread")
+        self.cursor.shed_all("no_thread")
         if self.cursor.ended and not self.ended:
             self.finished()
 

@@ -59,12 +59,12 @@ def reduced(bus: EventBus) -> tuple[Any, ...]:
             _probe(registration)
     finally:
         _probing.buses.discard(id(bus))
-    return _stopped, (type(bus), _settings(bus)), registrations
+    return _stopped, (type(bus), _settings(bus), bus._journal_directory), registrations
 
 
 def deepcopied(bus: EventBus, memo: dict[int, Any]) -> EventBus:
     """The same registrations on a stopped bus: functions are shared, sinks and objects with methods are copied."""
-    twin = memo[id(bus)] = _stopped(type(bus), _settings(bus))
+    twin = memo[id(bus)] = _stopped(type(bus), _settings(bus), bus._journal_directory)
     register(twin, [_twin(registration, memo) for registration in _registrations(bus)])
     return twin
 
@@ -75,8 +75,10 @@ def register(bus: EventBus, registrations: Iterable[Registration]) -> None:
         bus._registry.enter(r.fn, r.name, r.kind, r.filter, r.options)
 
 
-def _stopped(kind: type[EventBus], settings: Mapping[str, Any]) -> EventBus:
+def _stopped(kind: type[EventBus], settings: Mapping[str, Any], journal: str | None) -> EventBus:
     bus = kind(**settings, autostart=False)
+    if journal is not None:
+        bus._bind_journal(journal)  # opened by a start, when the original does not use it any more
     bus._refuse_events()
     return bus
 

@@ -120,7 +120,7 @@ def test_G15_queue_options_on_an_inline_def_are_an_error(option: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "hint"),
-    [("time_out", "timeout"), ("prio", "priority"), ("max_size", "maxsize"), ("journal", None), ("durable", None)],
+    [("time_out", "timeout"), ("prio", "priority"), ("max_size", "maxsize"), ("journal", None)],
 )
 def test_G15_an_unknown_option_is_refused_with_the_nearest_one(wrong: str, hint: str | None) -> None:
     with pytest.raises(SubscriptionError, match=f"unknown option '{wrong}'.*{hint or ''}"):
@@ -133,12 +133,12 @@ def test_G15_an_unknown_option_is_refused_with_the_nearest_one(wrong: str, hint:
         ("every", 0), ("every", 1.5), ("every", True), ("every_s", 0), ("every_s", -1), ("when", 3), ("once", "yes"),
         ("run", 3), ("rank", "some"), ("rank", -1), ("name", ""), ("priority", "high"), ("run_in", "process"),
         ("timeout", 0), ("timeout", float("inf")), ("timeout", float("nan")), ("maxsize", 0), ("maxsize", None),
-        ("max_bytes", 0), ("overflow", "spill"), ("overflow", "drop"), ("block_timeout", 0), ("retries", -1),
+        ("max_bytes", 0), ("overflow", "drop"), ("block_timeout", 0), ("retries", -1), ("durable", 1),
         ("on_error", "disable"), ("on_error", "ignore"),
     ],
 )  # fmt: skip
 def test_G15_an_option_out_of_range_is_refused_and_says_what_fits(option: str, value: object) -> None:
-    """What comes later (spill, processes, disabling) is refused like anything unknown."""
+    """What comes later (processes, disabling) is refused like anything unknown."""
     with pytest.raises(SubscriptionError, match=rf"got {option}=.*{option} is "):
         EventBus().subscribe(coroutine, Tick, **{option: value})
 

@@ -1,0 +1,40 @@
+"""The log of a bus with a journal: what is numbered is numbered by the journal, which writes it in the same instant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from eventbus.log import Log
+from eventbus.spill import DurableCursor, SpillCursor
+
+if TYPE_CHECKING:
+    from eventbus.entry import Entry
+    from eventbus.journal import Journal
+    from eventbus.snapshot import Draft
+
+__all__ = ["JournaledLog"]
+
+
+class JournaledLog(Log):
+    """Takes its events from `Journal.append`; its own `append` is for marks, which are not written."""
+
+    def __init__(self, admit: Callable[[Draft], Entry], journal: Journal) -> None:
+        super().__init__(admit)
+        self._journal = journal
+
+    def append(self, draft: Draft) -> None:
+        draft.append(0)  # room for its number
+        self._journal.number(draft, self.buffer)
+
+    def tidy(self) -> None:
+        """Move the bookmarks of those for whom nothing waits, and remove what everybody is past."""
+        self._journal.retry()
+        while self._journal.errors:
+            self.errors.append(self._journal.errors.popleft())
+        handed = self.handed  # read first: what is handed on from now on may wait
+        cursors = [s.cursor for s in (*self.subscribers, *self.leaving) if isinstance(s.cursor, SpillCursor)]
+        for cursor in cursors:
+            if isinstance(cursor, DurableCursor):
+                cursor.rest(handed)
+        self._journal.release({cursor.oldest_place() for cursor in cursors})
