@@ -41,6 +41,6 @@ class CSVSink(FileSink[dict[str, str]]):
         return [cells(line) for line in encoded(events)]
 
     async def _open_file(self, path: Path) -> Table:
-        table = Table(path, self._opened_at or time.time())
+        table = Table(path, self._opened_at or time.time(), self._thread)
         await table.open()
         return table

@@ -1,6 +1,6 @@
 """Files as sinks use them: appended to off the loop, whole or not at all.
 
-On asyncio the IO goes through aiofiles, on trio (which aiofiles does not know) through anyio. Files are opened
+On asyncio the IO goes through aiofiles, which does not know trio; there each call goes to a thread. Files are opened
 without a buffer: a killed process loses nothing that `AppendFile.append` has returned for, a full disk is noticed by
 the write itself, and a forked child has nothing left to flush.
 """
@@ -10,47 +10,68 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from typing import TYPE_CHECKING, Protocol, cast
 
 import aiofiles
-import anyio
 
-from sinks.threads import in_thread, on_asyncio
+from sinks.threads import on_asyncio
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
     from pathlib import Path
+
+    from sinks.threads import IOThread
 
 __all__ = ["AppendFile"]
 
 
 class _RawFile(Protocol):
-    """What aiofiles and anyio have in common."""
+    """What is used of a file of aiofiles, and given on trio."""
 
     async def write(self, data: bytes, /) -> int: ...
     async def tell(self) -> int: ...
     async def truncate(self, size: int | None = None, /) -> int: ...
+    async def close(self) -> None: ...
+
+
+class _OnTrio:
+    """A file whose calls are made in the thread of its sink."""
+
+    def __init__(self, raw: FileIO, thread: IOThread) -> None:
+        self._raw = raw
+        self._thread = thread
+
+    async def write(self, data: bytes, /) -> int:
+        return await self._thread.run(self._raw.write, data)
+
+    async def tell(self) -> int:
+        return await self._thread.run(self._raw.tell)
+
+    async def truncate(self, size: int | None = None, /) -> int:
+        return await self._thread.run(self._raw.truncate, size)
+
+    async def close(self) -> None:
+        await self._thread.run(self._raw.close)
 
 
 class AppendFile:
     """One file open for appending, by one writer."""
 
-    def __init__(self, raw: _RawFile, close: Callable[[], Awaitable[None]], fd: int, size_bytes: int) -> None:
+    def __init__(self, raw: _RawFile, fd: int, thread: IOThread) -> None:
         self._raw = raw
-        self._close = close
         self._fd = fd
-        self.size_bytes = size_bytes
+        self._thread = thread
+        self.size_bytes = os.fstat(fd).st_size
 
     @classmethod
-    async def open(cls, path: Path) -> AppendFile:
+    async def open(cls, path: Path, thread: IOThread) -> AppendFile:
         """Open `path`, made together with its parents where it is missing; raises OSError."""
-        await in_thread(_make_parents, path)
+        await thread.run(_make_parents, path)
         if on_asyncio():
-            file = await aiofiles.open(path, "ab", buffering=0)
-            return cls(cast("_RawFile", file), file.close, file.fileno(), os.fstat(file.fileno()).st_size)
-        other = await anyio.open_file(path, "ab", buffering=0)
-        fd = other.wrapped.fileno()
-        return cls(cast("_RawFile", other), other.aclose, fd, os.fstat(fd).st_size)
+            file = await aiofiles.open(path, "ab", buffering=0, executor=thread.executor)
+            return cls(cast("_RawFile", file), file.fileno(), thread)
+        raw = await thread.run(FileIO, path, "ab")
+        return cls(_OnTrio(raw, thread), raw.fileno(), thread)
 
     async def append(self, data: bytes, *, durable: bool = False) -> None:
         """Write `data` with one write, whole or not at all (then OSError); `durable`: and onto the disk."""
@@ -67,11 +88,11 @@ class AppendFile:
 
     async def sync(self) -> None:
         """Put on the disk what was appended."""
-        await in_thread(_sync, self._fd)
+        await self._thread.run(_sync, self._fd)
 
     async def aclose(self) -> None:
         """Close the file."""
-        await self._close()
+        await self._raw.close()
 
 
 def _make_parents(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from eventbus.errors import SinkUnavailable
 from sinks.paths import PathTemplate
-from sinks.threads import finish
+from sinks.threads import IOThread, finish
 
 if TYPE_CHECKING:
     import os
@@ -59,12 +59,14 @@ class FileSink(ABC, Generic[Row]):
         self._opened_at: float | None = None
         self._writers: OrderedDict[Path, Writer[Row]] = OrderedDict()
         self._half_done: dict[tuple[Path, object], Event] = {}
+        self._thread = IOThread()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._template.text!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened_at": None, "_writers": OrderedDict(), "_half_done": {}}
+        fresh: dict[str, Any] = {"_opened_at": None, "_writers": OrderedDict(), "_half_done": {}, "_thread": IOThread()}
+        return {**self.__dict__, **fresh}
 
     def bind(self, *, run: str, rank: int) -> None:
         """Name the run and rank whose file `open` opens; the bus does so before the first one."""
@@ -82,7 +84,10 @@ class FileSink(ABC, Generic[Row]):
         """Close every file; `open` may follow."""
         self._opened_at = None
         self._half_done.clear()
-        await finish(self._close_all())
+        try:
+            await finish(self._close_all())
+        finally:
+            self._thread.end()
 
     # ------------------------------------------------------------------------------------------ for subclasses
 
@@ -97,6 +102,7 @@ class FileSink(ABC, Generic[Row]):
     async def _open(self) -> None:
         with suppress(OSError, RuntimeError):  # left open by a loop that died: RuntimeError
             await self._close_all()
+        self._thread.end()  # that of another process, perhaps
         self._opened_at = self._opened_at or time.time()
         if self._bound is not None or self._template.is_fixed:
             path = self._template.fill(*(self._bound or (None, None)))

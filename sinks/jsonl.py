@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from eventbus.codec import decode
 from eventbus.errors import DecodeError
@@ -19,7 +19,9 @@ from sinks.files import AppendFile
 from sinks.filesink import FileSink
 from sinks.mending import mend
 from sinks.segments import Compressor, rotate, segments
-from sinks.threads import in_thread
+
+if TYPE_CHECKING:
+    from sinks.threads import IOThread
 
 __all__ = ["JSONLEvents", "JSONLSink", "read_jsonl"]
 
@@ -70,7 +72,8 @@ class JSONLSink(FileSink[bytes]):
         return encoded(events)
 
     async def _open_file(self, path: Path) -> _Lines:
-        lines = _Lines(path, self.fsync, self.rotate_bytes, Compressor(path) if self.compress else None)
+        compressor = Compressor(path) if self.compress else None
+        lines = _Lines(path, self.fsync, self.rotate_bytes, compressor, self._thread)
         await lines.open()
         return lines
 
@@ -78,19 +81,22 @@ class JSONLSink(FileSink[bytes]):
 class _Lines:
     """One JSONL file open for appending, which rotates itself."""
 
-    def __init__(self, path: Path, fsync: _Fsync, rotate_bytes: int | None, compressor: Compressor | None) -> None:
+    def __init__(
+        self, path: Path, fsync: _Fsync, rotate_bytes: int | None, compressor: Compressor | None, thread: IOThread
+    ) -> None:
         self._path = path
         self._fsync = fsync
         self._rotate_bytes = rotate_bytes
         self._compressor = compressor
+        self._thread = thread
         self._file: AppendFile | None = None
         self._cannot_rotate = False
 
     async def open(self) -> AppendFile:
-        await in_thread(mend, self._path)
-        self._file = await AppendFile.open(self._path)
+        await self._thread.run(mend, self._path)
+        self._file = await AppendFile.open(self._path, self._thread)
         if self._compressor is not None:
-            await in_thread(self._compressor.start)  # what the last process left
+            await self._thread.run(self._compressor.start)  # what the last process left
         return self._file
 
     async def write(self, lines: Sequence[bytes]) -> None:
@@ -105,7 +111,7 @@ class _Lines:
         try:
             if self._fsync != "never":
                 await file.sync()
-            await in_thread(rotate, self._path)
+            await self._thread.run(rotate, self._path)
         except OSError as error:
             if not self._cannot_rotate:
                 _log.warning("%s cannot be rotated and grows on: %s", self._path, error.strerror or error)
@@ -126,7 +132,7 @@ class _Lines:
             finally:
                 await file.aclose()
         if self._compressor is not None:
-            await in_thread(self._compressor.finish)
+            await self._thread.run(self._compressor.finish)
 
 
 async def _close_quietly(file: AppendFile) -> None:

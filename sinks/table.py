@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeAlias
 
 from sinks.cells import identity
 from sinks.files import AppendFile
 from sinks.mending import set_aside
-from sinks.threads import in_thread
+
+if TYPE_CHECKING:
+    from sinks.threads import IOThread
 
 __all__ = ["Table"]
 
@@ -29,8 +31,9 @@ class Table:
     rename it into place, so a reader and a crash find the old file or the new one.
     """
 
-    def __init__(self, path: Path, since: float) -> None:
+    def __init__(self, path: Path, since: float, thread: IOThread) -> None:
         self._path = path
+        self._thread = thread
         self._since = since
         self._columns: list[str] = []
         self._known: dict[int, int] = {}  # identity of a row of an earlier session → where it begins
@@ -38,15 +41,15 @@ class Table:
 
     async def open(self) -> None:
         """Read what is there and open the file; raises OSError."""
-        self._columns, self._known = await in_thread(_scan, self._path, self._since)
-        self._file = await AppendFile.open(self._path)
+        self._columns, self._known = await self._thread.run(_scan, self._path, self._since)
+        self._file = await AppendFile.open(self._path, self._thread)
 
     async def write(self, rows: Sequence[Row]) -> None:
         """Add `rows`, or put them in place of older ones; all of them or (raising OSError) none."""
         if not rows:
             return
         if self._file is None:  # rewritten by the last write
-            self._file = await AppendFile.open(self._path)
+            self._file = await AppendFile.open(self._path, self._thread)
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         added, replacing = self._sort(rows)
         if not self._columns:
@@ -54,7 +57,7 @@ class Table:
         elif columns == self._columns and not replacing:
             await self._file.append(_text(columns, added))
         else:
-            self._known = await in_thread(self._rewrite, columns, added, replacing)
+            self._known = await self._thread.run(self._rewrite, columns, added, replacing)
             file, self._file = self._file, None
             with suppress(OSError):  # the new file is in place
                 await file.aclose()

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from eventbus.executor import DaemonExecutor
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-__all__ = ["finish", "in_thread", "on_asyncio"]
+__all__ = ["IOThread", "finish", "in_thread", "on_asyncio"]
 
 T = TypeVar("T")
 
@@ -29,6 +31,36 @@ async def in_thread(function: Callable[..., T], *args: object) -> T:
     if on_asyncio():
         return await asyncio.get_running_loop().run_in_executor(None, function, *args)
     return await anyio.to_thread.run_sync(function, *args)
+
+
+class IOThread:
+    """The thread of one sink's own for its file IO, started when first needed.
+
+    The threads of a loop are everybody's, and on a host's loop few: a handler whose blocking calls hang would keep
+    every file waiting.
+    """
+
+    def __init__(self) -> None:
+        self._executor: DaemonExecutor | None = None
+
+    @property
+    def executor(self) -> DaemonExecutor:
+        """The thread, as asyncio takes it."""
+        if self._executor is None:
+            self._executor = DaemonExecutor(started=0)
+        return self._executor
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Run blocking `function` in it."""
+        if on_asyncio():
+            return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+        return await anyio.to_thread.run_sync(function, *args, limiter=anyio.CapacityLimiter(1))  # shared with nobody
+
+    def end(self) -> None:
+        """Let it end after what it was given; the next call starts another one."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:

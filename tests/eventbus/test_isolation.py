@@ -15,6 +15,7 @@ import pytest
 from eventbus import Event, EventBus, SubscriberErrorEvent
 from tests.eventbus.processes import run_program
 from tests.eventbus.samples import Beat, Tick, assert_balanced
+from tests.eventbus.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -403,6 +404,38 @@ def test_G4_two_buses_do_not_hold_each_other() -> None:
         free.publish(Tick())
         assert free.flush()
         release.set()
+
+
+def test_G4_calls_that_hang_in_threads_take_none_from_the_others() -> None:
+    """A handler whose blocking client hangs fills its own share of the loop's threads; the others get theirs."""
+    release = threading.Event()
+    received: list[int] = []
+
+    async def hang(event: Tick) -> None:
+        await asyncio.to_thread(release.wait)
+
+    async def good(event: Beat) -> None:
+        await asyncio.to_thread(received.append, event.n)
+
+    before = set(threading.enumerate())
+    with EventBus() as bus:
+        bus.subscribe(hang, Tick, timeout=0.001, name="hang")
+        bus.subscribe(good, Beat)
+        for n in range(60):
+            bus.publish(Tick(n=n))
+        until(lambda: assert_balanced(bus)["hang"].timed_out == 60)
+        for n in range(10):
+            bus.publish(Beat(n=n))
+        assert bus.flush(5)
+        assert received == list(range(10))
+        assert len([t for t in threading.enumerate() if t not in before]) <= 32 + 10
+        release.set()
+
+        def finds_them_free() -> bool:
+            bus.publish(Tick())
+            return bus.flush() and bus.stats()["hang"].delivered > 0
+
+        until(finds_them_free)
 
 
 @pytest.mark.anyio

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from eventbus import EventBus
@@ -132,6 +137,39 @@ def test_a_path_that_cannot_be_opened_is_reported_retried_and_loses_nothing(tmp_
         assert bus.stats()["jsonl"].delivered >= 50
     steps = [event.step for event in read_jsonl(folder / "e.jsonl") if isinstance(event, TrainBatchEnd)]
     assert steps == list(range(50))
+
+
+@anyio_mark
+async def test_hanging_calls_on_the_threads_of_the_host_keep_no_file_waiting(
+    tmp_path: Path, anyio_backend: str
+) -> None:
+    """The threads of a host's loop are few and everybody's; files are written in threads of their own."""
+    release = threading.Event()
+    bus = EventBus(run="r", rank=0)
+    bus.attach(JSONLSink(tmp_path / "e.jsonl", flush_interval=0.01))
+    bus.attach(CSVSink(tmp_path / "m.csv"))
+    waiting = [0]
+
+    async def hang() -> None:
+        waiting[0] += 1
+        await anyio.to_thread.run_sync(release.wait)
+
+    async with bus, anyio.create_task_group() as calls:
+        if anyio_backend == "asyncio":
+            default = ThreadPoolExecutor(2)
+            asyncio.get_running_loop().set_default_executor(default)
+            for _ in range(4):
+                default.submit(release.wait)
+        for _ in range(100):
+            calls.start_soon(hang)
+        while waiting[0] < 100:
+            await anyio.sleep(0.001)
+        run_of(bus, 2)
+        in_time = await bus.aflush(5)
+        release.set()
+    assert in_time
+    assert len(list(read_jsonl(tmp_path / "e.jsonl"))) == 26
+    assert [row["epoch"] for row in rows_of(tmp_path / "m.csv")] == ["0", "1"]
 
 
 def test_dead_sinks_leave_training_the_other_sinks_and_the_exit_alone(tmp_path: Path, receiver: Receiver) -> None:
