@@ -13,6 +13,7 @@
     ├── NotPicklableError       (TypeError)     a subscriber that cannot be pickled or copied
     ├── DecodeError             (ValueError)    bytes that are no event
     ├── JournalError            (RuntimeError)  a journal that cannot be used
+    ├── ReplayError                             a replay that cannot begin, or go on
     ├── SinkUnavailable                         raised by a sink: keep these events, ask again later
     └── SinkGone                                raised by a sink: its receiver wants no more events
 """
@@ -35,6 +36,7 @@ __all__ = [
     "NameTakenError",
     "NotPicklableError",
     "PublishRecursionError",
+    "ReplayError",
     "SinkGone",
     "SinkUnavailable",
     "SubscriptionError",
@@ -131,6 +133,10 @@ class JournalError(EventBusError, RuntimeError):
 
     def __init__(self, path: object, problem: str, remedy: str) -> None:
         super().__init__(f"Journal {str(path)!r} {problem}. {remedy}")
+
+
+class ReplayError(EventBusError):
+    """A replay whose target takes no events, or whose receiver wants no more."""
 
 
 class SinkUnavailable(EventBusError):  # noqa: N818  # a state of the receiver, named as sinks speak of it
