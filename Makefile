@@ -10,7 +10,7 @@ ARGS ?=
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
-.PHONY: demo test test-bus test-all bench clean
+.PHONY: demo test test-bus test-all chaos bench clean
 
 demo: $(VENV)/.demo
 	@$(bin)/python -m trainer demo $(ARGS)
@@ -22,10 +22,14 @@ test: $(VENV)/.dev
 	$(bin)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-bus: $(VENV)/.bus
-	$(bin)/python -m pytest -n 2 --dist loadfile tests/eventbus tests/sinks $(ARGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile tests/chaos tests/eventbus tests/sinks $(ARGS)
 
 test-all: test
 	@$(bin)/python .ci/other-pythons.py
+
+# make chaos ARGS="--seconds=3600 --seed=7"; a failure names the seed that replays it
+chaos: $(VENV)/.dev
+	@$(bin)/python -m tests.chaos $(ARGS)
 
 bench: $(VENV)/.dev
 	@$(bin)/python -m benchmarks $(ARGS)

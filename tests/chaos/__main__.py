@@ -1,0 +1,73 @@
+"""Chaos for as long as you like: ``python -m tests.chaos --seconds=3600 --seed=7``; ``--replay=SEED`` for one run."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import pprint
+import sys
+import time
+from collections import Counter
+
+from tests.chaos.oracle import judge
+from tests.chaos.runner import run
+from tests.chaos.scenario import draw
+from tests.chaos.soak import soak
+
+#: After so long a scenario is stuck, and every thread says where.
+_STUCK_S = 180.0
+_MOST_SHOWN = 20
+
+
+def main() -> int:
+    """Run scenarios until the time is over, then soak; returns how many things were faulty."""
+    parser = argparse.ArgumentParser(prog="make chaos ARGS=…", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="for how long (default: 600)")
+    parser.add_argument("--seed", type=int, default=1, help="where to begin; each scenario has a seed of its own")
+    parser.add_argument("--soak", type=int, default=10_000_000, help="how many events are soaked at the end")
+    parser.add_argument("--replay", type=int, help="run the scenario with this seed, and print its plan")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        pprint.pp(draw(arguments.replay), width=160)
+        return bool(attempt(arguments.replay))
+    faulty = run_for(arguments.seconds, arguments.seed * 1_000_000)
+    if arguments.soak:
+        found = soak(arguments.soak)
+        print(f"soak of {arguments.soak} events: {found or 'exact'}")
+        faulty += bool(found)
+    return min(faulty, 125)
+
+
+def run_for(seconds: float, first: int) -> int:
+    """Run one scenario after the other; returns how many were faulty."""
+    until, seed = time.monotonic() + seconds, first
+    faulty, events = [], 0
+    hosts: Counter[str] = Counter()
+    while time.monotonic() < until:
+        if attempt(seed):
+            faulty.append(seed)
+        scenario = draw(seed)
+        events += scenario.events
+        hosts[scenario.host] += 1
+        seed += 1
+        if (seed - first) % 100 == 0:
+            print(f"{seed - first} scenarios, {events} events, faulty: {faulty or 'none'}", flush=True)
+    print(f"{seed - first} scenarios, {events} events, on {dict(hosts)}, faulty: {faulty or 'none'}")
+    return len(faulty)
+
+
+def attempt(seed: int) -> list[str]:
+    """Run one scenario; print and return what is wrong with it."""
+    faulthandler.dump_traceback_later(_STUCK_S, exit=False)
+    record = run(draw(seed))
+    faulthandler.cancel_dump_traceback_later()
+    faults = judge(record)
+    if faults:
+        print(f"\nScenario {seed} is faulty. Replay it: make chaos ARGS=--replay={seed}")
+    for fault in faults[:_MOST_SHOWN]:
+        print(" -", fault, flush=True)
+    return faults
+
+
+if __name__ == "__main__":
+    sys.exit(main())
