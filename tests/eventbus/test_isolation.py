@@ -128,6 +128,57 @@ def test_G4_a_subscriber_that_raises_on_every_event_fails_alone(
     caplog.clear()
 
 
+class Faulty(Failing):
+    """A sink of somebody who caught nothing: one of its methods raises."""
+
+    def __init__(self, method: str, error: Callable[[], BaseException]) -> None:
+        super().__init__(error)
+        self._method = method
+        self.written: list[int] = []
+
+    def _reach(self, method: str) -> None:
+        if method == self._method:
+            raise self._error()
+
+    def bind(self, *, run: str, rank: int) -> None:
+        self._reach("bind")
+
+    async def open(self) -> None:
+        self._reach("open")
+
+    async def write(self, events: Sequence[Event]) -> None:
+        self._reach("write")
+        self.written += [event.n for event in events if isinstance(event, Tick)]
+
+    async def aclose(self) -> None:
+        self._reach("aclose")
+
+
+@FAULT
+@pytest.mark.parametrize("method", ["bind", "open", "write", "aclose"])
+def test_G4_a_sink_that_fails_in_any_of_its_methods_fails_alone(
+    method: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A missing library, a server that is away, a bug at the end: training and the other sinks begin, go on and end."""
+    bus = EventBus()
+    bad, good = Faulty(method, FAULTS[fault]), Faulty("none", FAULTS[fault])
+    bus.attach(bad, name="bad")
+    bus.attach(good, name="good")
+    with bus:
+        for n in range(EVENTS):
+            bus.publish(Tick(n=n))
+        until(lambda: good.written == list(range(EVENTS)))
+        bus.close(0.2)
+    stats = assert_balanced(bus)
+    assert stats["good"].delivered == EVENTS
+    assert stats["bad"].failed + stats["bad"].dropped == (0 if method == "aclose" else EVENTS)
+    assert bad.written == (list(range(EVENTS)) if method == "aclose" else [])
+    (record,) = [record for record in caplog.records if "'bad'" in record.getMessage()]
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None
+    caplog.clear()
+
+
 @pytest.mark.anyio
 @FAULT
 async def test_G4_a_failing_handler_leaves_the_hosts_loop_running(fault: str) -> None:

@@ -234,6 +234,34 @@ def test_G7_drops_are_announced_to_the_others_and_not_to_the_one_concerned(caplo
     assert len([r for r in caplog.records if "too slow" in r.getMessage()]) == 2
 
 
+def test_G7_drops_are_announced_again_after_the_interval_with_those_since(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first loss at once, and what follows once per interval, together."""
+    caplog.set_level(logging.WARNING)
+    clock = [0.0]
+    monkeypatch.setattr("eventbus.notices.monotonic", lambda: clock[0])
+    bus = EventBus(autostart=False)
+    told: list[int] = []
+    bus.subscribe(lambda event: told.append(event.count), EventsDropped)
+
+    async def handler(event: Event) -> None: ...
+
+    bus.subscribe(handler, Tick, maxsize=1, name="s")
+    for now, count in ((0.0, 4), (30.0, 10), (59.0, 10), (61.0, 5), (62.0, 7)):
+        clock[0] = now
+        for n in range(count):
+            bus.publish(Tick(n=n))
+        bus.stats()
+        bus._failures.tell_losses()  # as the pump does, some times a second
+    assert told == [3, 25]
+    records = [record.getMessage() for record in caplog.records if "too slow" in record.getMessage()]
+    assert "3 of its events were dropped so far (3 overflow)" in records[0]
+    assert "28 of its events were dropped so far (28 overflow)" in records[1]
+    assert len(records) == 2
+    bus.close()
+
+
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
     opened = threading.Event()

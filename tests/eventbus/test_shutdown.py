@@ -329,6 +329,50 @@ async def test_G10_aclose_on_a_host_loop_returns_in_time():
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("call", ["aflush", "aclose"])
+async def test_G10_who_waits_for_the_end_may_be_cancelled(call: str):
+    """The wait ends at once, and the bus ends as it was told to, with exact counts."""
+    bus = EventBus()
+
+    @bus.on("on_train_batch_end", name="stuck")
+    async def stuck(event: TrainBatchEnd) -> None:
+        await anyio.sleep_forever()
+
+    async with bus:
+        for step in range(3):
+            bus.publish(batch_end(step))
+        started = perf_counter()
+        with anyio.move_on_after(0.05) as scope:
+            await getattr(bus, call)(30.0)
+        assert scope.cancelled_caught
+        assert perf_counter() - started < 5.0
+        assert await bus.aclose(0.1) == CloseReport(ok=False, left={"stuck": 3})
+    assert dict(bus.stats()["stuck"].dropped_by) == {"closed": 3}
+
+
+@pytest.mark.anyio
+async def test_G10_an_end_in_the_very_moment_of_the_close_is_one_or_the_other():
+    """Handlers that return just when the time for closing is over: closing ends, and each event counts once."""
+    for factor in (0.9, 0.97, 1.0, 1.0, 1.03, 1.1):
+        bus, ended = EventBus(), []
+
+        async def close_call(event: TrainBatchEnd, ended: list[int] = ended, factor: float = factor) -> None:
+            await anyio.sleep(0.05 * factor)
+            ended.append(event.step)
+
+        async with bus:
+            subscriber = bus.subscribe(close_call, TrainBatchEnd)
+            bus.publish(batch_end(1))
+            bus.publish(batch_end(2))
+            with anyio.fail_after(5.0):
+                report = await bus.aclose(0.05)
+        stats = subscriber.stats
+        assert (stats.matched, stats.pending, stats.delivered + stats.dropped) == (2, 0, 2)
+        assert stats.dropped == sum(report.left.values())
+        assert stats.delivered <= len(ended) <= 2
+
+
+@pytest.mark.anyio
 async def test_G10_a_handler_on_a_host_loop_is_told_that_the_time_is_over():
     """It is cancelled there too, and ends before the host does."""
     bus, ended = EventBus(), anyio.Event()
@@ -533,8 +577,9 @@ def test_G10_eight_threads_may_close_at_once():
     assert seen == list(range(20))
 
 
-def test_G10_close_beside_threads_that_publish_flat_out():
-    """Threads that do not stop publishing hold up neither `close` nor themselves."""
+@pytest.mark.parametrize(("threads", "pause_s"), [(4, 0.0), (100, 0.01)])  # a hundred spinning ones keep any thread
+def test_G10_close_beside_threads_that_do_not_stop_publishing(threads, pause_s):
+    """Threads that publish flat out, or very many of them, hold up neither `close` nor themselves."""
     bus, seen, done = EventBus(), [], threading.Event()
 
     @bus.on("on_train_batch_end", maxsize=100_000)
@@ -544,9 +589,11 @@ def test_G10_close_beside_threads_that_publish_flat_out():
     def flood() -> None:
         while not done.is_set():
             bus.publish(batch_end())
+            if pause_s:
+                sleep(pause_s)
 
-    threads = [threading.Thread(target=flood) for _ in range(4)]
-    for thread in threads:
+    publishers = [threading.Thread(target=flood) for _ in range(threads)]
+    for thread in publishers:
         thread.start()
     try:
         until(lambda: len(seen) > 100)
@@ -555,7 +602,7 @@ def test_G10_close_beside_threads_that_publish_flat_out():
         took_s = perf_counter() - started
     finally:
         done.set()
-    for thread in threads:
+    for thread in publishers:
         thread.join(5)
         assert not thread.is_alive()
     assert took_s < 2.0 + MARGIN_S

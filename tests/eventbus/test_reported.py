@@ -1,0 +1,219 @@
+"""What users of comparable systems met: trackers that are slow or away, long uploads, odd contexts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from eventbus import Event, EventBus, ModelSave, TrainBatchEnd
+from tests.eventbus.samples import Tick, assert_balanced
+from tests.eventbus.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+STEPS = 1000
+
+
+@pytest.fixture
+def server() -> Iterator[threading.Event]:
+    """Set when the server of the tracker begins to answer."""
+    answers = threading.Event()
+    yield answers
+    answers.set()
+
+
+class Tracker:
+    """A tracker: a client with its own limits, whose server does not answer yet."""
+
+    hooks = ("on_train_batch_end",)
+    options: dict[str, Any] = {"maxsize": 10_000}
+    max_batch = 100
+
+    def __init__(self, server: threading.Event, *, opens: bool = True) -> None:
+        self._server = server
+        self._opens = opens
+        self.asked = threading.Event()
+        self.steps: list[int] = []
+
+    async def open(self) -> None:
+        if not self._opens:
+            await self._request()
+
+    async def write(self, events: Sequence[Event]) -> None:
+        await self._request()
+        self.steps += [event.step for event in events if isinstance(event, TrainBatchEnd)]
+
+    async def aclose(self) -> None: ...
+
+    async def _request(self) -> None:
+        self.asked.set()
+        while not self._server.is_set():
+            await anyio.sleep(0.002)
+
+
+def sdk(server: threading.Event, steps: list[int], asked: threading.Event) -> Callable[[TrainBatchEnd], None]:
+    """The same as a blocking client of a vendor."""
+
+    def log(event: TrainBatchEnd) -> None:
+        asked.set()
+        server.wait()
+        steps.append(event.step)
+
+    return log
+
+
+def attach_tracker(bus: EventBus, kind: str, server: threading.Event) -> tuple[list[int], threading.Event]:
+    """Subscribe one as "tracker"; returns the steps it has told its server, and an event set when it first asks."""
+    if kind == "thread":
+        steps, asked = list[int](), threading.Event()
+        bus.subscribe(sdk(server, steps, asked), TrainBatchEnd, run_in="thread", name="tracker", maxsize=10_000)
+        return steps, asked
+    tracker = Tracker(server, opens=kind != "opening sink")
+    bus.attach(tracker, name="tracker")
+    return tracker.steps, tracker.asked
+
+
+def train(bus: EventBus) -> None:
+    for step in range(STEPS):
+        bus.publish(TrainBatchEnd(epoch=0, batch=step, step=step, metrics={"loss": 1.0}))
+
+
+@pytest.mark.parametrize("kind", ["sink", "opening sink", "thread"])
+def test_a_whole_training_passes_before_the_server_of_a_tracker_answers_once(
+    kind: str, server: threading.Event
+) -> None:
+    """Slow at the start or at each call: nothing waits for it, and once it answers it gets every step in order."""
+    bus = EventBus()
+    steps, asked = attach_tracker(bus, kind, server)
+    seen: list[int] = []
+    bus.subscribe(lambda event: seen.append(event.step), TrainBatchEnd, run_in="thread", maxsize=10_000)
+    with bus:
+        train(bus)
+        until(lambda: len(seen) == STEPS)
+        assert asked.wait(10)
+        assert steps == []
+        server.set()
+        assert bus.flush()
+    assert steps == list(range(STEPS))
+    assert all(stats.delivered == STEPS for stats in assert_balanced(bus).values())
+
+
+@pytest.mark.parametrize("kind", ["sink", "opening sink", "thread"])
+def test_a_tracker_whose_server_never_answers_costs_its_own_events_and_the_time_for_closing(
+    kind: str, server: threading.Event
+) -> None:
+    """The run ends within its deadline and says what the tracker did not take; the others have everything."""
+    bus = EventBus()
+    steps, _ = attach_tracker(bus, kind, server)
+    seen: list[int] = []
+    bus.subscribe(lambda event: seen.append(event.step), TrainBatchEnd, run_in="thread", maxsize=10_000)
+    with bus:
+        train(bus)
+        report = bus.close(0.3)
+    assert seen == list(range(STEPS))
+    assert steps == []
+    stats = assert_balanced(bus)["tracker"]
+    assert report.left.get("tracker", 0) + stats.failed == STEPS
+    assert stats.delivered == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "uploaded"),
+    [({}, [0, 1, 2, 3]), ({"overflow": "latest"}, [0, 3]), ({"maxsize": 2}, [0, 1, 2, 3]),
+     ({"overflow": "block", "maxsize": 1, "block_timeout": 0.01}, [0, 1])],
+)  # fmt: skip
+def test_checkpoints_saved_while_one_uploads_wait_or_are_superseded_as_was_asked(
+    options: dict[str, Any], uploaded: list[int], server: threading.Event
+) -> None:
+    """Training goes on in each case; a checkpoint is no event that may be shed, so a bound alone drops none."""
+    begun, done = threading.Event(), list[int]()
+
+    def upload(event: ModelSave) -> None:
+        begun.set()
+        server.wait()
+        done.append(int(event.epoch or 0))
+
+    with EventBus() as bus:
+        bus.subscribe(upload, ModelSave, run_in="thread", name="upload", **options)
+        bus.publish(ModelSave(path="0.pt", epoch=0))
+        assert begun.wait(10)
+        for epoch in (1, 2, 3):
+            bus.publish(ModelSave(path=f"{epoch}.pt", epoch=epoch))
+        server.set()
+        assert bus.flush()
+        stats = assert_balanced(bus)["upload"]
+    assert done == uploaded
+    assert stats.dropped == 4 - len(uploaded)
+
+
+def test_each_kind_of_subscriber_runs_where_it_is_said_to() -> None:
+    """A hook on the publishing thread, a coroutine and a sink on the loop, a blocking client in its own thread."""
+    idents: dict[str, set[int]] = {}
+
+    def here(kind: str) -> None:
+        idents.setdefault(kind, set()).add(threading.get_ident())
+
+    class Sink:
+        hooks = ("on_tick",)
+        options: dict[str, Any] = {}
+
+        async def open(self) -> None:
+            here("sink")
+
+        async def write(self, events: Sequence[Event]) -> None:
+            here("sink")
+
+        async def aclose(self) -> None:
+            here("sink")
+
+    async def coroutine(event: Tick) -> None:
+        here("async")
+
+    with EventBus() as bus:
+        bus.subscribe(lambda _: here("inline"), Tick)
+        bus.subscribe(coroutine, Tick)
+        for number in range(2):
+            kind = f"thread {number}"
+            bus.subscribe(lambda _, kind=kind: here(kind), Tick, run_in="thread", name=kind)
+        bus.attach(Sink())
+        for n in range(50):
+            bus.publish(Tick(n=n))
+        assert bus.flush()
+    assert idents.keys() == {"inline", "async", "sink", "thread 0", "thread 1"}
+    assert idents["inline"] == {threading.get_ident()}
+    assert idents["async"] == idents["sink"]
+    own = [idents[kind] for kind in ("inline", "async", "thread 0", "thread 1")]
+    assert all(len(each) == 1 for each in own)
+    assert len(set.union(*own)) == 4
+
+
+def test_a_context_variable_of_the_training_is_not_seen_by_queued_subscribers() -> None:
+    """A handler runs in a context of its own, not in that of whoever happens to publish; what it sets stays with it."""
+    user: ContextVar[str] = ContextVar("user", default="nobody")
+    seen: dict[str, set[str]] = {"inline": set(), "async": set(), "other": set(), "thread": set()}
+
+    async def sets(event: Tick) -> None:
+        seen["async"].add(user.get())
+        user.set("the handler")
+        await asyncio.sleep(0)
+
+    async def other(event: Tick) -> None:
+        seen["other"].add(user.get())
+
+    with EventBus() as bus:
+        bus.subscribe(lambda _: seen["inline"].add(user.get()), Tick)
+        bus.subscribe(sets, Tick, once=True)
+        bus.subscribe(other, Tick)
+        bus.subscribe(lambda _: seen["thread"].add(user.get()), Tick, run_in="thread")
+        token = user.set("the training")
+        for n in range(5):
+            bus.publish(Tick(n=n))
+            assert bus.flush()
+        user.reset(token)
+    assert seen == {"inline": {"the training"}, "async": {"nobody"}, "other": {"nobody"}, "thread": {"nobody"}}
