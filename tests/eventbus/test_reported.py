@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 
 from eventbus import Event, EventBus, ModelSave, TrainBatchEnd
 from tests.eventbus.samples import Tick, assert_balanced
+from tests.eventbus.scripts import run
 from tests.eventbus.waiting import until
 
 if TYPE_CHECKING:
@@ -217,3 +219,102 @@ def test_a_context_variable_of_the_training_is_not_seen_by_queued_subscribers() 
             assert bus.flush()
         user.reset(token)
     assert seen == {"inline": {"the training"}, "async": {"nobody"}, "other": {"nobody"}, "thread": {"nobody"}}
+
+
+# ------------------------------------------------------------------------------------------------ ends of scripts
+
+
+@pytest.mark.parametrize("closes", ["atexit.register(bus.close)", "weakref.finalize(bus, say, 'gone')", "del bus"])
+def test_the_end_may_be_left_to_an_exit_hook_a_finaliser_or_nobody(closes: str) -> None:
+    """An exit hook that closes the bus delivers, also beside a close by hand; nothing depends on who is collected."""
+    done = run(f"""
+        import gc, weakref
+        bus = EventBus()
+
+        @bus.on("on_log")
+        async def notify(event):
+            await asyncio.to_thread(time.sleep, 0.005)
+            say(event.step)
+
+        for step in range(15):
+            bus.publish(Log(step=step))
+        {closes}
+        gc.collect()
+    """)
+    assert (done.code, done.err) == (0, "")
+    assert [line for line in done.out if line != "gone"] == [str(step) for step in range(15)]
+
+
+def test_what_was_not_delivered_at_the_deadline_is_said_with_its_exact_number() -> None:
+    """Delivered and left are what was published: nothing vanishes between the two."""
+    done = run("""
+        bus = EventBus(exit_timeout=0.6)
+
+        @bus.on("on_log", name="slow")
+        async def slow(event):
+            say(event.step)
+            await asyncio.sleep(0.05 if event.step < 5 else 60)
+
+        for step in range(100):
+            bus.publish(Log(step=step))
+    """)
+    assert done.code == 0
+    assert done.out == [str(step) for step in range(6)]
+    assert "At exit these events were not delivered: {'slow': 95}" in done.err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+def test_a_forked_worker_with_a_bus_of_its_own_flushes_before_an_exit_without_hooks() -> None:
+    """Workers end by `os._exit`, which runs no exit hook: a flush before it delivers all that they published."""
+    done = run(
+        """
+        import multiprocessing
+
+        def work(number):
+            own = EventBus()
+
+            @own.on("on_log")
+            async def notify(event):
+                await asyncio.sleep(0.002)
+                say(number, event.step)
+
+            for step in range(10):
+                own.publish(Log(step=step))
+            assert own.flush()
+
+        bus = EventBus()
+        bus.subscribe(print, "on_log", run_in="thread")
+        bus.publish(TrainEnd(epoch=0, step=0))
+        workers = [multiprocessing.get_context("fork").Process(target=work, args=(n,)) for n in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(20)
+        assert [worker.exitcode for worker in workers] == [0, 0, 0]
+        """,
+        options=("-W", "error", "-W", "ignore::DeprecationWarning"),  # that a process with threads forks
+    )
+    assert (done.code, done.err) == (0, "")
+    assert sorted(done.out) == sorted(f"{number} {step}" for number in range(3) for step in range(10))
+
+
+def test_fifty_starts_and_stops_leave_nothing_behind() -> None:
+    """In development mode, with warnings as errors: nothing open or pending is left for the collector to find."""
+    done = run(
+        """
+        import gc
+        bus, seen = EventBus(), []
+
+        @bus.on("on_log")
+        async def notify(event):
+            await asyncio.to_thread(seen.append, event.step)
+
+        for step in range(50):
+            with bus:
+                bus.publish(Log(step=step))
+            gc.collect()
+        assert seen == list(range(50))
+        """,
+        options=("-X", "dev", "-W", "error"),
+    )
+    assert (done.code, done.err) == (0, "")
