@@ -128,7 +128,7 @@ class Control:
         return tuple(inbox.run for inbox in self._inboxes.copy().values())
 
     def stop(self, reason: str = "", *, run: str | None = None, requester: str | None = None) -> Request:
-        """End the run cleanly, before its next batch."""
+        """End the run cleanly, before its next batch; as "interrupted" when `requester` is "signal"."""
         return self._ask("stop", reason, run, requester)
 
     def pause(self, reason: str = "", *, run: str | None = None, requester: str | None = None) -> Request:

@@ -356,7 +356,10 @@ class ExceptionRaised(Event, hook="on_exception"):
 
 
 class TrainEnd(Event):
-    """The run is over, exactly once. `reason`: "completed", "stopped", "interrupted" or "failed". Files are on disk."""
+    """The run is over, exactly once. `reason`: "completed", "stopped", "interrupted" or "failed". Files are on disk.
+
+    "interrupted": by a signal that `Trainer` or `track` was told to obey, by Ctrl-C, or by ``sys.exit``.
+    """
 
     epoch: int | None = None
     step: int = 0

@@ -19,6 +19,7 @@ from eventbus.events import (
     TrainEnd,
     TrainStart,
 )
+from eventbus.request import SIGNAL, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,12 +75,17 @@ class Lifecycle:
         #: Epochs begun, and those of them that were not cut short.
         self.begun_epochs = self.whole_epochs = 0
         self.is_stopped = False
+        #: Whether the stop came from a signal, in whichever process of the run.
+        self.is_interrupted = False
         self.stop_reason = ""
+        #: The signal that came, here; empty without one.
+        self.signalled = ""
         #: Why the run ended, as in `TrainEnd`; empty while it runs.
         self.reason = ""
         #: What the run is doing, for `on_exception`.
         self.phase = "setup"
         self.inbox: Inbox | None = None
+        self._is_signal_passed_on = False
         self._began = monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,14 +100,25 @@ class Lifecycle:
         """Ask the run to end before its next batch; from any thread."""
         self.bus.control.stop(reason, run=self.run)
 
+    def interrupt(self, why: str) -> None:
+        """Ask the run to end as a signal does; from a handler, at any moment, before the run has begun included."""
+        self.signalled = self.signalled or why
+        self._pass_on_signal()
+
+    def _pass_on_signal(self) -> None:
+        if self.inbox is not None and self.signalled and not self._is_signal_passed_on:
+            self._is_signal_passed_on = True
+            self.inbox.post(Request(action="stop", run=self.run, reason=self.signalled, requester=SIGNAL))
+
     @property
     def should_stop(self) -> bool:
         """Whether anybody has asked the run to stop."""
-        return self.is_stopped or (self.inbox is not None and self.inbox.has("stop"))
+        return self.is_stopped or bool(self.signalled) or (self.inbox is not None and self.inbox.has("stop"))
 
     def __enter__(self) -> Self:
         self._began = monotonic()
         self.inbox = self.bus.control.open(self.run)
+        self._pass_on_signal()
         try:
             self.publish(PretrainRoutineStart, config=self.config, **_whereabouts(self.run))
         except BaseException as error:  # a raising hook; `__exit__` is not called then
@@ -178,10 +195,12 @@ class Lifecycle:
 
     def _reason(self, error: BaseException | None) -> str:
         if isinstance(error, Exception):
-            return "failed"
+            return "interrupted" if self.signalled else "failed"  # as a rule something else that the signal killed
         if error is not None and not isinstance(error, GeneratorExit):  # GeneratorExit: the consumer had enough
             return "interrupted"
-        return "stopped" if self.is_stopped or error is not None or not self.is_done else "completed"
+        if not self.is_stopped and error is None and self.is_done:
+            return "completed"
+        return "interrupted" if self.is_interrupted or self.signalled else "stopped"
 
     def _tell(self, error: BaseException) -> None:
         self.publish(

@@ -8,6 +8,7 @@ exception. Whoever comes next does, and at the latest the end of the ``with`` bl
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress"]
 
 _Batch = TypeVar("_Batch")
+_log = logging.getLogger("trainbus")
 
 
 class Progress(Batches):
@@ -54,6 +56,8 @@ class Progress(Batches):
             name: setter(self, name) for name in ("epochs", "log_every", "max_steps")
         }
         self.is_paused = False
+        #: Whether no other process trains along, and would wait for this one's next batch.
+        self.is_alone = True
         #: Whether the epoch was cut short, and whether its metrics have those of a validation.
         self.is_partial = self.is_validated = False
         #: What is published right after this epoch's `on_fit_epoch_end`.
@@ -78,20 +82,36 @@ class Progress(Batches):
         """
         self.accumulate = accumulate
         self.batches = length_of(loader)
-        batches = iter(loader)
+        batches = self.read(loader)
         self.is_partial = True
         self.safe_point()
         while not self._is_over:
             try:
                 batch = next(batches)
             except StopIteration:
-                self.is_partial = False
+                self.is_partial = self.is_stopped  # only now when the loader failed while a signal ended the run
                 return
             self.start_batch(batch)
             yield batch
             self.end_batch()
             self.is_partial = self.seen != self.batches
             self.safe_point()
+
+    def read(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield what a loader gives; one whose workers died of the signal that ends the run is merely over."""
+        batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                if not (self.signalled and self.inbox is not None and self.is_alone):
+                    raise
+                _log.warning("The loader failed while the run was being interrupted: %s", error)
+                self.safe_point()
+                return
+            yield batch
 
     @property
     def _is_over(self) -> bool:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from eventbus.events import ControlApplied
 
-__all__ = ["Outcome", "Request"]
+__all__ = ["SIGNAL", "Outcome", "Request"]
+
+#: Who asks when a signal does: the run that it stops was interrupted.
+SIGNAL = "signal"
 
 
 class Outcome:
@@ -62,7 +65,7 @@ class Request:
     action: str
     run: str | None = None
     reason: str = ""
-    #: Who asked, in words; None when not told.
+    #: Who asked, in words; None when not told. A run that is stopped by "signal" ends as "interrupted".
     requester: str | None = None
     #: What the action needs: `value` or `scale` of "set_lr", `name` and `value` of "set".
     arguments: Mapping[str, Any] = field(default_factory=dict)

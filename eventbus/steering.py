@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eventbus.rates import Refused, rates_of, set_rates, wanted_rates
+from eventbus.request import SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from eventbus.control import Inbox, Request
+    from eventbus.control import Inbox
     from eventbus.progress import Progress
+    from eventbus.request import Request
 
 __all__ = ["safe_point"]
 
@@ -48,6 +50,7 @@ def _answer(run: Progress, inbox: Inbox, request: Request) -> None:
 
 def _stop(run: Progress, request: Request) -> str:
     run.is_stopped = True
+    run.is_interrupted |= request.requester == SIGNAL
     run.stop_reason = run.stop_reason or request.reason
     return ""
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from eventbus.errors import WouldBlockError
 from eventbus.events import Log, ModelSave, ValEnd, ValStart
 from eventbus.fitness import Fitness, number, qualified
 from eventbus.lifecycle import Plan
 from eventbus.progress import Progress
+from eventbus.signals import StopSignals, signals_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +30,8 @@ __all__ = ["Track", "track"]
 
 _Batch = TypeVar("_Batch")
 _log = logging.getLogger("trainbus")
+#: How long the end of a run that a signal interrupted waits for the subscribers, in seconds.
+_DRAIN_S = 5.0
 
 
 class Track:
@@ -36,25 +41,33 @@ class Track:
     `on_train_end`, one `teardown`. A loop left by ``break`` is ended by the next call, at the latest by the block.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, signals: Iterable[str | int] = ()) -> None:
         self._progress = progress
+        self._signals = StopSignals(signals_of(signals), progress.interrupt, lambda: progress.reason == "interrupted")
         self._in_epochs = False
+        self._block = ExitStack()
 
     def __enter__(self) -> Self:
-        self._progress.__enter__()
-        try:
+        with ExitStack() as block:  # what a raising hook leaves open is ended, although `__exit__` is not called then
+            block.enter_context(self._signals)
+            block.callback(self._drain)
+            block.enter_context(self._progress)
             self._progress.ready()
-        except BaseException as error:  # a raising hook; `__exit__` is not called then
-            self._progress.__exit__(type(error), error, error.__traceback__)
-            raise
+            self._block = block.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.__exit__(kind, error, trace)
+        self._block.__exit__(kind, error, trace)
         if error is None and self._progress.fitness.source is None and self._progress.fitness.monitor is not None:
             _log.warning("Run %r never had its monitored metric %r.", self.run, self._progress.fitness.monitor)
+
+    def _drain(self) -> None:
+        """Have delivered what an interrupted run has told, while a second signal still cannot kill the process."""
+        if self._progress.signalled:
+            with suppress(WouldBlockError):  # this thread runs the loop of the bus, which delivers once it is left
+                self._progress.bus.flush(_DRAIN_S)
 
     # -------------------------------------------------------------------------------------------------- the loop
 
@@ -202,6 +215,7 @@ def track(
     optimizer: Optimizer | None = None,
     monitor: str | None = None,
     config: Mapping[str, Any] | None = None,
+    signals: Iterable[str | int] = (),
 ) -> Track:
     """Wrap a training loop of one's own, so that it publishes the events of a run and obeys `EventBus.control`.
 
@@ -215,8 +229,10 @@ def track(
 
     `epochs` and `max_steps` are limits (None = none); `start_epoch` and `step` are where a resumed run goes on;
     `optimizer` is anything with ``param_groups``, for the learning rates in events and for `Control.set_lr`.
+    `signals` (``("SIGTERM",)``) end the run cleanly, as "interrupted", while the block lasts: its iterators end,
+    `should_stop` is set, and what was published is delivered. None are handled unless asked.
     """
     plan = Plan(epochs=epochs, max_steps=max_steps, start_epoch=start_epoch, step=step, config=config or {})
     progress = Progress(bus, plan, optimizer=optimizer, fitness=Fitness(monitor))
     progress.counts_steps = True
-    return Track(progress)
+    return Track(progress, signals)

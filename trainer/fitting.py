@@ -116,6 +116,7 @@ def make_run(trainer: Trainer, plan: Plan, job: Job | None) -> Fitting:
     fitness = Fitness(trainer.monitor, trainer.mode)
     run = Fitting(trainer.bus, plan, optimizer=trainer.optimizer, fitness=fitness, log_every=trainer.log_every)
     run.ranks = trainer.ranks
+    run.is_alone = trainer.ranks.is_alone
     run.saver = partial(saving.save_now, trainer)
     run.on_rates_set = partial(rescale, trainer.scheduler)
     run.watches_rates = trainer.schedule != "step"

@@ -21,7 +21,7 @@ __all__ = ["FitResult", "Job", "check_counts", "result_of"]
 class FitResult:
     """How a training ended."""
 
-    #: "completed" or "stopped"; the other ends leave `Trainer.fit` as an exception.
+    #: "completed", "stopped", or "interrupted" by one of `signals`; other ends leave `Trainer.fit` as an exception.
     reason: str
     #: What the stop was asked with; empty when it was not stopped.
     stop_reason: str

@@ -5,8 +5,10 @@ What fires under each way to end, besides the hooks of the epochs that ran::
     way to end                        | the open batch, epoch        | validation, checkpoint | then
     ----------------------------------|------------------------------|------------------------|-----------------
     all epochs, or max_steps          | ended as usual               | both, as planned       | completed
-    stop: a hook, control, a signal   | batch ended as usual; epoch  | no validation, last.pt | on_control,
+    stop: a hook, control             | batch ended as usual; epoch  | no validation, last.pt | on_control,
                                       | ended at once, partial=True  | is written             | stopped
+    one of `signals` (SIGTERM)        | the same                     | the same, and no test  | on_control,
+                                      |                              |                        | interrupted
     an exception: model, loader, loss,| batch ended, status=skipped; | neither                | on_exception,
     or a hook with on_error="raise"   | epoch ended, partial=True    |                        | failed
     Ctrl-C (KeyboardInterrupt)        | the same                     | neither                | on_exception,
@@ -52,7 +54,7 @@ def fit(trainer: Trainer, job: Job) -> None:
             step_scheduler(trainer, "validation")
             run.end_epoch()
             save(trainer, is_due=job.saves_epoch(run), is_judged=True)
-        if job.test_loader is not None and not trainer.was_signalled:
+        if job.test_loader is not None and not run.is_interrupted:
             run.metrics |= qualified("test", validate(trainer, job.test_loader, phase="test"))
 
 
@@ -163,14 +165,16 @@ def validate_batches(trainer: Trainer, loader: Iterable[Any], place: dict[str, A
     """Every batch of a validation."""
     run, means, outputs = trainer.progress, Means(), list[Any]()
     was_stopped, batch = run.is_stopped, -1
-    for batch, data in enumerate(loader):
+    for batch, data in enumerate(run.read(loader)):
         result = validate_batch(trainer, data, means, batch=batch, **place)
         if trainer.keeps_outputs:
             outputs.append(result)
         if place["phase"] != "standalone" and run.ranks.is_alone:
             run.safe_point()
             if run.is_stopped and not was_stopped:
-                return {}
+                break
+    if run.is_stopped and not was_stopped:
+        return {}
     if batch < 0:
         raise ValueError(f"The loader to validate on (phase {place['phase']!r}) gave no batch.")
     return means.means(run.merge) | trainer.validation_numbers(outputs)

@@ -17,6 +17,7 @@ from eventbus.bus import EventBus
 from eventbus.events import Log, ParamsUpdate
 from eventbus.fitness import Mode
 from eventbus.lifecycle import Plan
+from eventbus.signals import StopSignals, signals_of
 from trainer import export, loop, prediction, saving
 from trainer.attributes import Attributes
 from trainer.callbacks import Callbacks
@@ -28,13 +29,10 @@ from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
 from trainer.schedule import schedule_of
 from trainer.settings import settings_of
-from trainer.signals import StopSignals
 from trainer.state import find_checkpoint
 from trainer.steps import Steps
 
 if TYPE_CHECKING:
-    import signal
-
     from trainer.callback import Callback
 
 __all__ = ["Trainer"]
@@ -54,7 +52,7 @@ class Trainer(Steps, Callbacks, Attributes):
     - `monitor`, `mode`: what fitness is taken from ("val_loss" is ``val/loss``); see `eventbus.fitness.Fitness`.
     - `accumulate`: batches per optimizer update. `clip_norm`: the largest gradient norm.
     - `log_every`: steps between two `on_log`. `scheduler_every`: "epoch" or "step".
-    - `signals`: those that end the training cleanly, as by a stop; none unless asked.
+    - `signals`: those that end the training cleanly, as "interrupted" (``"SIGTERM"``); none unless asked.
     - `on_callback_error`: "isolate", or "raise" to end the training with the callback's exception.
     - `flush_timeout`: how long the end of `fit` waits for subscribers, in seconds.
     """
@@ -80,7 +78,7 @@ class Trainer(Steps, Callbacks, Attributes):
         clip_norm: float | None = None,
         log_every: int = 50,
         on_callback_error: Literal["isolate", "raise"] = "isolate",
-        signals: Iterable[signal.Signals | int] = (),
+        signals: Iterable[str | int] = (),
         flush_timeout: float = 10.0,
     ) -> None:
         self.model = model
@@ -93,12 +91,11 @@ class Trainer(Steps, Callbacks, Attributes):
         self.accumulate = positive("accumulate", accumulate)
         self.clip_norm = positive_number("clip_norm", clip_norm)
         self.log_every = positive("log_every", log_every)
-        self.signals = tuple(signals)
+        self.signals = signals_of(signals)
         self.monitor, self.mode = monitor, mode
         self._join(bus, run, flush_timeout)
         self.save_dir = _filled_in(save_dir, self.run, self.rank)
         self._fits = 0
-        self._signal = ""
         self._set_up_callbacks(callbacks, on_callback_error)
         self._begin(Plan())
 
@@ -134,7 +131,9 @@ class Trainer(Steps, Callbacks, Attributes):
         self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=attempt), job)
         self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader
         self._fits += 1
-        with self._delivery.session(is_training=True), StopSignals(self.signals, self._stop_by_signal):
+        # The signals outlast the delivery: a second SIGTERM must not cut off what the first one lets end.
+        signals = StopSignals(self.signals, self.progress.interrupt, self._is_interrupted)
+        with signals, self._delivery.session(is_training=True):
             try:
                 loop.fit(self, job)
             finally:
@@ -191,8 +190,6 @@ class Trainer(Steps, Callbacks, Attributes):
         if not self.model.training:  # else its parts are in the modes they are meant to be in
             self.model.train()
         self.optimizer.zero_grad()
-        if self._signal:  # it struck before the run could be asked
-            self.progress.stop(self._signal)
 
     def found(self) -> dict[str, Any]:
         """What set-up found, for `on_pretrain_routine_end`."""
@@ -211,17 +208,11 @@ class Trainer(Steps, Callbacks, Attributes):
         """Whether the trainer is doing something right now."""
         return self._delivery.is_busy
 
-    @property
-    def was_signalled(self) -> bool:
-        """Whether a signal asked the training to end."""
-        return bool(self._signal)
-
     # -------------------------------------------------------------------------------------------------- inside
 
     def _begin(self, plan: Plan, job: Job | None = None) -> None:
         self.args = SimpleNamespace(**settings_of(self, plan))
         self.progress = make_run(self, plan, job)
-        self._signal = ""
 
     def _join(self, bus: EventBus | None, run: str | None, flush_timeout: float) -> None:
         self.ranks = Ranks()
@@ -231,10 +222,8 @@ class Trainer(Steps, Callbacks, Attributes):
             self.bus.run, self.bus.rank = self.run, self.ranks.rank
         self._delivery = Delivery(self.bus, is_own=bus is None, timeout_s=flush_timeout)
 
-    def _stop_by_signal(self, name: str) -> None:
-        self._signal = name
-        if self.progress.inbox is not None:
-            self.bus.control.stop(name, run=self.run, requester="signal")
+    def _is_interrupted(self) -> bool:
+        return self.progress.reason == "interrupted"
 
 
 def _filled_in(save_dir: str | os.PathLike[str] | None, run: str, rank: int) -> Path | None:

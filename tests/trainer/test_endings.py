@@ -259,7 +259,7 @@ def test_a_signal_that_was_asked_for_stops_cleanly_and_is_chained(bus: EventBus,
         assert signal.getsignal(signal.SIGUSR1) is former
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert (result.reason, result.stop_reason, result.step) == ("stopped", "signal SIGUSR1", 1)
+    assert (result.reason, result.stop_reason, result.step) == ("interrupted", "signal SIGUSR1", 1)
     assert heard == [signal.SIGUSR1]
     assert seen.one("on_control").requester == "signal"
     assert seen.count("on_val_start") == 0
@@ -268,7 +268,7 @@ def test_a_signal_that_was_asked_for_stops_cleanly_and_is_chained(bus: EventBus,
 def test_ctrl_c_as_a_signal_interrupts_the_second_time(bus: EventBus, seen: Recorder) -> None:
     trainer = make_trainer(bus, signals=(signal.SIGINT,))
     trainer.add_callback("on_train_batch_start", lambda t: os.kill(os.getpid(), signal.SIGINT))
-    assert trainer.fit(batches(3), epochs=1).reason == "stopped"
+    assert trainer.fit(batches(3), epochs=1).reason == "interrupted"
     trainer.add_callback("on_train_batch_start", lambda t: os.kill(os.getpid(), signal.SIGINT), priority=-1)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(batches(3), epochs=1)
