@@ -13,7 +13,8 @@ from eventbus import EVENTS, Event
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+JOURNAL = (ROOT / "docs" / "journal.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README + JOURNAL, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

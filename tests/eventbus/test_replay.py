@@ -88,7 +88,7 @@ def test_follow_yields_what_is_published_later_across_segments(tmp_path: Path, m
 
     seen = [next(events).step for _ in range(100)]  # type: ignore[attr-defined]
     assert seen == list(range(-1, 99))
-    assert len(list(tmp_path.glob("*.events"))) > 3
+    assert len(list(tmp_path.glob("*.events"))) > 1
     bus.close()
 
 
