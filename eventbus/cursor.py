@@ -29,7 +29,7 @@ class Cursor(Counters):
 
     __slots__ = (
         "_kept", "_queue", "bytes", "ended", "max_bytes", "maxsize", "on_settled", "options", "running", "seq",
-        "waiting", "wake", "wake_bytes",
+        "token", "waiting", "wake", "wake_bytes",
     )  # fmt: skip
 
     def __init__(self, options: Options) -> None:
@@ -37,6 +37,8 @@ class Cursor(Counters):
         self.options = options
         self.maxsize = options.maxsize
         self.max_bytes = options.max_bytes
+        #: Stands for it in entries: the garbage collector, which does not look into those, would miss a cycle.
+        self.token = object()
         #: The number of the last event it has seen.
         self.seq = 0
         self.bytes = 0
@@ -372,7 +374,7 @@ class BlockCursor(Cursor):
 
     def feed(self, batch: Sequence[Entry], size: int) -> None:
         for entry in batch:
-            if entry.refused_by and self in entry.refused_by:
+            if self.token in entry.refused_by:
                 self.refuse(entry, "block_timeout")
             else:
                 super().feed((entry,), entry.size)

@@ -9,7 +9,6 @@ import msgspec
 from eventbus.codec import encode
 
 if TYPE_CHECKING:
-    from eventbus.cursor import Cursor
     from eventbus.event import Event
 
 __all__ = ["PARTIAL", "Entry", "Note"]
@@ -24,8 +23,8 @@ class Note(msgspec.Struct, gc=False):
 
     #: The thread that published it, where somebody may have to be told.
     thread: int
-    #: Cursors with ``overflow="block"`` for which the publisher gave up waiting.
-    refused_by: tuple[Cursor, ...] = ()
+    #: The tokens of cursors with ``overflow="block"`` for which the publisher gave up waiting.
+    refused_by: tuple[object, ...] = ()
     #: Numbers of it were still on a GPU when it was written to the journal.
     is_partial: bool = False
 
@@ -43,8 +42,8 @@ class Entry(msgspec.Struct, gc=False):
     place: int = 0
     #: The thread that published it, where somebody may have to be told.
     thread: int = 0
-    #: Cursors with ``overflow="block"`` for which the publisher gave up waiting.
-    refused_by: tuple[Cursor, ...] = ()
+    #: The tokens of cursors with ``overflow="block"`` for which the publisher gave up waiting.
+    refused_by: tuple[object, ...] = ()
     encoded: bytes | None = None
 
     @property

@@ -224,9 +224,9 @@ class Publisher(ABC):
                 entry.place = self._journal.amend(entry.seq, pack(entry.event))
         return entry
 
-    def _wait_for_room(self, blocking: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
-        """Wait for subscribers with ``overflow="block"``; returns those for which it was in vain."""
-        refused = []
+    def _wait_for_room(self, blocking: tuple[Cursor, ...]) -> tuple[object, ...]:
+        """Wait for subscribers with ``overflow="block"``; returns the tokens of those for which it was in vain."""
+        refused: list[object] = []
         on_loop = self._is_loop_thread()
         self._log.feed()  # only what was handed on is weighed
         for cursor in blocking:
@@ -236,7 +236,7 @@ class Publisher(ABC):
                     self._log.feed()  # nobody else can meanwhile, and only what is fed can be too much
                 if perf_counter() >= until:
                     if cursor.is_full():
-                        refused.append(cursor)
+                        refused.append(cursor.token)
                     break
                 self._log.rouse()
                 sleep(0.0005)

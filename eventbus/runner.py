@@ -45,9 +45,11 @@ class CloseReport(msgspec.Struct, frozen=True):
 class Runner:
     """One start of a bus: its loop, its pump, and how it ends."""
 
-    def __init__(self, bus: Service, *, explicit: bool) -> None:
+    def __init__(self, bus: Service, *, explicit: bool, is_hosted: bool = False) -> None:
         self._bus = bus
         self._log = bus._log
+        #: For a loop of the host's, so that no publish may start one of the bus's own.
+        self.is_hosted = is_hosted
         #: Asked for by `with bus:` or `async with bus:`, not started by a publish.
         self.explicit = explicit
         #: False while it starts, and when a Ctrl-C struck in that.
@@ -81,6 +83,11 @@ class Runner:
         """Run on the loop that runs here."""
         self._begin(host, lingers=False)
         self.is_started = True
+
+    def never_started(self) -> None:
+        """Take back a start on a host's loop in which something struck."""
+        if self.pump is not None:
+            self.pump.stop()
 
     async def _main(self, host: AsyncioHost) -> None:
         self._begin(host, lingers=True)

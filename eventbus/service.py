@@ -59,14 +59,23 @@ class Service(Publisher):
         self._check_not_inert()
         host = current_host()
         self._complete_start()
-        former = self._runner
-        if former is not None:
-            former.take_over()
-            await former.leave(10.0)
-        self._runner = runner = Runner(self, explicit=True)
-        self._refuses = False
-        self._open()
-        runner.start_here(host)
+        runner = Runner(self, explicit=True, is_hosted=True)
+        while self._runner is not runner:
+            former = self._runner
+            if former is not None:
+                former.take_over()
+                await former.leave(10.0)
+            # Without a call between: else a publish in another thread starts a loop that nobody knows any more.
+            if self._runner is former:
+                self._runner = runner
+                self._refuses = False
+        try:
+            self._open()
+            runner.start_here(host)
+        except BaseException:  # a Ctrl-C: the bus is as if it had never been started
+            runner.never_started()
+            self._runner = None
+            raise
         return self
 
     async def __aexit__(
@@ -184,7 +193,7 @@ class Service(Publisher):
         """Start a loop of our own, unless there is one. Claiming the start is one step, so two publishers start one."""
         if self._starting or self._refuses or (self._runner is None and not self._autostart):
             return
-        if self._runner is not None and self._runner.is_started:
+        if self._runner is not None and (self._runner.is_started or self._runner.is_hosted):
             return
         self._starting = True
         try:
@@ -200,7 +209,7 @@ class Service(Publisher):
         if self._runner is None and not self._refuses:
             self._runner = fresh
         runner = self._runner
-        if runner is None:
+        if runner is None or runner.is_hosted:  # closed meanwhile, or being started on a host's loop
             return
         self._open()
         runner.explicit |= explicit

@@ -186,7 +186,7 @@ class DurableCursor(SpillCursor):
     place. It is `matched` when it is read.
     """
 
-    __slots__ = ("_admits", "_before", "_bookmark", "_looked", "_missed", "_waits")
+    __slots__ = ("_admits", "_before", "_bookmark", "_is_forgotten", "_looked", "_missed", "_waits")
 
     def __init__(self, options: Options, journal: Journal, admits: Callable[[Event], bool]) -> None:
         super().__init__(options, journal)
@@ -198,6 +198,8 @@ class DurableCursor(SpillCursor):
         self._before = self._looked = 0
         #: The bus has to start before it can go on: what comes until then only leaves its place.
         self._waits = False
+        #: The subscription was closed: there is no next start.
+        self._is_forgotten = False
 
     def begin(self, seq: int) -> None:
         """The subscriber is attached at this point of the log: new ones hear what comes, others what they missed."""
@@ -276,6 +278,7 @@ class DurableCursor(SpillCursor):
             self._advance(seq)
 
     def forget(self) -> None:
+        self._is_forgotten = True
         if self._bookmark is not None:
             self._bookmark.forget()
 
@@ -314,8 +317,9 @@ class DurableCursor(SpillCursor):
 
     def _give_up(self) -> None:
         self._missed = None
-        self._before = max(self._before, self.seq + 1)
-        self._waits = self.spilling = True
+        if not self._is_forgotten:
+            self._before = max(self._before, self.seq + 1)
+            self._waits = self.spilling = True
 
 
 def _entry(event: Event, place: int) -> Entry:

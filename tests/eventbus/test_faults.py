@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -373,6 +376,100 @@ def test_G7_a_batching_sink_with_overflow_latest_gets_no_superseded_event() -> N
         bus.flush()
         assert_balanced(bus)
     assert got == [5]
+
+
+@pytest.mark.anyio
+async def test_G14_who_publishes_while_a_host_starts_the_bus_starts_no_loop_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There would be two workers for each subscriber, one of which nobody ends."""
+    served_by: set[int] = set()
+
+    async def handle(event: Tick) -> None:
+        served_by.add(threading.get_ident())
+
+    bus = EventBus()
+    bus.subscribe(handle, Tick)
+    start_here = Runner.start_here
+
+    def publish_first(runner: Runner, host: Any) -> None:
+        publisher = threading.Thread(target=bus.publish, args=(Tick(),))
+        publisher.start()
+        publisher.join()
+        start_here(runner, host)
+
+    monkeypatch.setattr(Runner, "start_here", publish_first)
+    async with bus:
+        assert "trainbus-loop" not in {thread.name for thread in threading.enumerate()}
+        assert await bus.aflush()
+    assert served_by == {threading.get_ident()}
+
+
+@pytest.mark.anyio
+async def test_G14_a_bus_whose_start_on_a_host_was_struck_is_as_if_it_had_not_been_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    got: list[int] = []
+
+    async def handle(event: Tick) -> None:
+        got.append(event.n)
+
+    def strike(runner: Runner, host: Any) -> None:
+        raise KeyboardInterrupt
+
+    bus = EventBus()
+    bus.subscribe(handle, Tick)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "start_here", strike)
+        with pytest.raises(KeyboardInterrupt):
+            await bus.__aenter__()
+    bus.publish(Tick(n=1))
+    assert await bus.aflush()
+    assert (await bus.aclose()).ok
+    assert got == [1]
+
+
+def test_G10_a_closed_bus_is_held_by_nobody_after_a_publisher_gave_up_waiting() -> None:
+    """The garbage collector does not look into entries, so those that a sink keeps must not hold what holds them."""
+    release = threading.Event()
+
+    class Keeping(Sinkish):
+        async def write(self, events: Any) -> None:
+            self.kept = events
+
+    def hold(event: Tick) -> None:
+        release.wait(10)
+
+    bus = EventBus()
+    bus.attach(Keeping(), name="sink")
+    bus.subscribe(hold, Tick, name="held", run_in="thread", overflow="block", maxsize=1, block_timeout=0.01)
+    for n in range(5):
+        bus.publish(Tick(n=n))
+    assert bus.stats()["held"].dropped
+    release.set()
+    assert bus.close().ok
+    gone = weakref.ref(bus)
+    del bus
+
+    def collected() -> bool:
+        gc.collect()
+        return gone() is None
+
+    until(collected)
+
+
+def test_G6_a_closed_durable_subscription_is_not_read_again_at_the_next_start(tmp_path: Path) -> None:
+    async def handle(event: Tick) -> None: ...
+
+    bus = EventBus(journal=tmp_path, autostart=False)
+    subscription = bus.subscribe(handle, Tick, durable=True, name="left")
+    for n in range(10):
+        bus.publish(Tick(n=n))
+    subscription.close()
+    with bus:
+        assert bus.flush()
+    stats = subscription.stats
+    assert (stats.matched, stats.dropped_by, stats.pending) == (10, {"unsubscribed": 10}, 0)
 
 
 def test_mistakes_in_the_constructor_are_told_at_once() -> None:
