@@ -15,12 +15,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import anyio
 
-from eventbus import CloseReport, Event, EventBus, SubscriberStats
+from eventbus import CloseReport, Event, EventBus, SubscriberStats, read_journal
 from tests.chaos.scenario import EVENTS, Action, Publishing, Scenario, Sub
 from tests.chaos.subscribers import RAISED, Book, handler_of
 from tests.chaos.watching import Metronome, watched
@@ -28,7 +30,7 @@ from tests.chaos.watching import Metronome, watched
 __all__ = ["Life", "Publication", "Record", "Run", "run"]
 
 #: How long anything may take that nothing holds up; far beyond what it does take.
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +71,24 @@ class Record:
     #: What is wrong already.
     faults: list[str] = field(default_factory=list)
     flushed: bool | None = None
+    #: What the journal holds in the end, by number.
+    journal: list[tuple[int, Any]] = field(default_factory=list)
     took_s: float = 0.0
 
 
 def run(scenario: Scenario) -> Record:
     """Run it from its first event to what is left of it."""
     started = perf_counter()
-    with watched() as faults:
-        run = Run(scenario)
+    with watched() as faults, TemporaryDirectory(prefix="chaos-") as directory:
+        run = Run(scenario, Path(directory))
         with ExitStack() as stack:
             if scenario.eager:
                 stack.callback(sys.setswitchinterval, sys.getswitchinterval())
                 sys.setswitchinterval(1e-5)
             run.play()
         record = run.record
+        if scenario.journal:
+            record.journal = [(event.seq, event) for event in read_journal(directory)]
         bus = weakref.ref(run.bus)
         run.forget()
         del run
@@ -97,10 +103,11 @@ def run(scenario: Scenario) -> Record:
 class Run:
     """One run of a scenario."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, directory: Path) -> None:
         self.scenario = scenario
         self.release = threading.Event()
-        self.bus = EventBus(run=f"chaos-{scenario.seed}", exit_timeout=1.0)
+        journal = directory if scenario.journal else None
+        self.bus = EventBus(run=f"chaos-{scenario.seed}", exit_timeout=1.0, journal=journal)
         specs = (*scenario.subs, *scenario.guests)
         self.books = [Book(spec, 1000 + i) for i, spec in enumerate(specs)]
         self.record = Record(scenario, self.books, lives=[Life()])
@@ -144,7 +151,7 @@ class Run:
         options["on_error"] = spec.on_error
         if spec.kind != "inline":
             options |= {"overflow": spec.overflow, "maxsize": spec.maxsize, "timeout": spec.timeout}
-            options |= {"retries": spec.retries, "block_timeout": spec.block_timeout}
+            options |= {"retries": spec.retries, "block_timeout": spec.block_timeout, "durable": spec.durable}
         if spec.kind == "sink":
             return self.bus.attach(handler, **options)
         if spec.kind == "thread":
@@ -310,7 +317,8 @@ class Run:
     def _do_widen(self, action: Action) -> None:
         """Hear marks with the same callable, and the same options."""
         book = self.books[action.index % len(self.scenario.subs)]
-        if book.spec.when or book.closed or book.spec.kind == "sink" or book.spec.once:
+        spec = book.spec
+        if spec.when or spec.once or spec.durable or spec.kind == "sink" or book.closed:
             return
         began = perf_counter()
         try:
@@ -435,12 +443,12 @@ class Run:
             stacks = "\n".join(_stack(thread) for thread in left)
             self.record.faults.append(f"threads were left after the close: {[t.name for t in left]}\n{stacks}")
         gc.collect()
-        if any(p.ended > self.record.lives[0].closing for p in self.record.publications):
+        if self.scenario.journal or any(p.ended > self.record.lives[0].closing for p in self.record.publications):
             self._drain()
         self._read(self.record.later)
 
     def _drain(self) -> None:
-        """Settle what was published while the bus closed: it waits for the next start."""
+        """Settle what waits for the next start: what was published while the bus closed, and what is durable."""
         self._begin_life()
         self.bus.__enter__()
         self.record.lives[-1].opened = perf_counter()

@@ -43,6 +43,8 @@ _SINK = ("fast", "fast", "slow", "raises", "odd", "unavailable", "gone", "hangs"
          "hangs_open", "burns")  # fmt: skip
 _INLINE = ("fast", "raises", "publishes", "leaves", "invites", "burns")
 BEHAVIOURS = {"async": _ASYNC, "thread": _THREAD, "sink": _SINK, "inline": _INLINE}
+_LOSSY = ("drop_oldest", "drop_newest", "latest")
+_LOSSLESS = ("spill", "spill", "durable", "durable")
 #: Those that outlive a timeout on purpose, and get a short one.
 HANGING = frozenset({"hangs", "stubborn", "hangs_open"})
 
@@ -63,6 +65,7 @@ class Sub:
     once: bool = False
     when: str = ""
     on_error: str = "isolate"
+    durable: bool = False
     block_timeout: float = 0.05
     #: How often it misbehaves: with each `period`-th event it sees, so many times.
     budget: int = 0
@@ -104,6 +107,8 @@ class Scenario:
     eager: bool
     #: An inline hook that hears everything, so that the number of each event is known.
     witness: bool
+    #: It keeps a journal, and some subscribers spill or are durable.
+    journal: bool
     publishing: tuple[Publishing, ...]
     subs: tuple[Sub, ...]
     #: Subscribed only while it runs.
@@ -122,18 +127,21 @@ class Scenario:
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     random = Random(seed)
-    flood = random.random() < 0.08
+    flood, journal = random.random() < 0.08, random.random() < 0.3
     publishing = tuple(_publishing(random, flood=flood) for _ in range(random.choice((1, 1, 2, 3, 4, 8))))
     events = sum(p.count for p in publishing)
-    most = events if flood else 500
-    subs = tuple(_sub(random, f"s{i}", most) for i in range(random.randint(1, 9)))
-    guests = tuple(_sub(random, f"g{i}", most) for i in range(4))
+    policies = _LOSSY * 2 + _LOSSLESS * journal
+    if not flood:  # in which each event would wait for room
+        policies += ("block",)
+    subs = tuple(_sub(random, f"s{i}", policies) for i in range(random.randint(1, 9)))
+    guests = tuple(_sub(random, f"g{i}", policies) for i in range(4))
     return Scenario(
         seed=seed,
         host=random.choice(HOSTS),
         explicit=random.random() < 0.5,
         eager=random.random() < 0.4,
         witness=random.random() < 0.3,
+        journal=journal,
         publishing=publishing,
         subs=subs,
         guests=guests,
@@ -154,8 +162,7 @@ def _publishing(random: Random, *, flood: bool) -> Publishing:
     )
 
 
-def _sub(random: Random, name: str, most: int) -> Sub:
-    """One subscriber; in a flood of so many events none makes each publisher wait for it."""
+def _sub(random: Random, name: str, policies: tuple[str, ...]) -> Sub:
     kind = random.choice(("async", "async", "async", "thread", "thread", "sink", "inline"))
     behaviour = random.choice(BEHAVIOURS[kind])
     common = {
@@ -174,10 +181,11 @@ def _sub(random: Random, name: str, most: int) -> Sub:
     if kind == "inline":
         return Sub(**common)
     hanging = behaviour in HANGING
-    policies = ("drop_oldest", "drop_oldest", "drop_newest", "latest", "block")
+    policy = random.choice(policies)
     return Sub(
         **common,
-        overflow=random.choice(policies if most <= 500 else policies[:-1]),
+        overflow="spill" if policy == "durable" else policy,
+        durable=policy == "durable",
         maxsize=random.choice((1, 10, 1024, 100_000)),
         timeout=random.choice((0.03, 0.1)) if hanging else 30.0,
         retries=random.choice((0, 0, 0, 1, 2)),
