@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from eventbus.executor import DaemonExecutor
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from eventbus.asyncio_host import AsyncioHost
 
 __all__ = ["OwnLoop", "load_loop"]
+
+#: How long to wait before a loop that could not be made is tried again, at first and at most, in seconds.
+_PAUSE_S = 0.25
+_PAUSE_MOST_S = 8.0
 
 
 class OwnLoop:
@@ -50,20 +55,36 @@ class OwnLoop:
         if not self._waits_for_a_thread:
             return
         self._waits_for_a_thread = False
-        self._run()
+        self._run(is_patient=False)
 
-    def _run(self) -> None:
+    def _run(self, *, is_patient: bool = True) -> None:
         if not self._turn:
             return
         self._turn.popleft()
         self._thread = threading.current_thread()
-        loop = _new_loop()
+        loop = self._make_loop(is_patient)
+        if loop is None:
+            return
         loop.set_default_executor(self._executor)
         try:
             loop.run_until_complete(self._hosted())
         finally:
             _finish(loop)
             self._executor.shutdown(wait=False)
+
+    def _make_loop(self, is_patient: bool) -> asyncio.AbstractEventLoop | None:
+        """A loop, once the process has the files for one: a training that ran out of them is served later."""
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                return _new_loop()
+            except OSError as error:
+                again = f"tries again in {pause_s:g} s" if is_patient else "delivers nothing more"
+                logger.error("The bus cannot make a loop and %s: %s", again, error)
+                if not is_patient:
+                    return None
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MOST_S)
 
     async def _hosted(self) -> None:
         from eventbus.asyncio_host import AsyncioHost

@@ -221,6 +221,42 @@ def test_a_context_variable_of_the_training_is_not_seen_by_queued_subscribers() 
     assert seen == {"inline": {"the training"}, "async": {"nobody"}, "other": {"nobody"}, "thread": {"nobody"}}
 
 
+def test_a_process_without_a_free_file_descriptor_is_served_once_it_has_some() -> None:
+    """Loaders that leak descriptors keep the loop from being made: the cause is said, and the events are delivered."""
+    done = run(
+        """
+        import resource
+        logging = __import__("logging")
+        logging.basicConfig()
+        bus, seen = EventBus(), []
+
+        @bus.on("on_log")
+        async def notify(event):
+            seen.append(event.step)
+
+        taken = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        try:
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            pass
+        for step in range(3):
+            bus.publish(Log(step=step))
+        assert not bus.flush(0.5)
+        for descriptor in taken:
+            os.close(descriptor)
+        bus.publish(Log(step=3))
+        assert bus.flush(), bus.report()
+        say(seen)
+    """,
+        options=(),
+    )  # asyncio itself leaves half a loop behind, and warns of it
+    assert (done.code, done.out) == (0, ["[0, 1, 2, 3]"])
+    assert "The bus cannot make a loop and tries again in 0.25 s" in done.err
+    assert "Too many open files" in done.err
+
+
 # ------------------------------------------------------------------------------------------------ ends of scripts
 
 
