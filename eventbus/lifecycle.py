@@ -116,6 +116,7 @@ class Lifecycle:
         return self.is_stopped or bool(self.signalled) or (self.inbox is not None and self.inbox.has("stop"))
 
     def __enter__(self) -> Self:
+        self.bus._check_takes_events()
         self._began = monotonic()
         self.inbox = self.bus.control.open(self.run)
         self._pass_on_signal()

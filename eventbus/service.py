@@ -264,6 +264,15 @@ class Service(Publisher):
                 "uses it."
             )
 
+    def _check_takes_events(self) -> None:
+        """Refuse a run that nobody would hear: what steers it, its callbacks among them, hears by this bus too."""
+        self._check_not_inert()
+        if self._refuses:
+            raise EventBusError(
+                "This bus is closed (a copy of one arrives closed): a run on it would be heard by nobody, callbacks "
+                "included. Start it, as by `with bus:`, or take another EventBus."
+            )
+
     def _check_may_wait(self, call: str, instead: str) -> None:
         if self._is_loop_thread():
             raise WouldBlockError(

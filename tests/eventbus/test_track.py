@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import pickle
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from eventbus import Event, EventBus, track
+from eventbus import Event, EventBus, EventBusError, track
 from eventbus.fitness import Fitness, Means, number, qualified
+from tests.eventbus.scripts import run as run_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -330,6 +333,47 @@ def test_a_monitor_that_no_metric_has(bus: EventBus, seen: Seen, caplog: pytest.
     with track(bus, epochs=1, monitor="val/loss") as run:
         list(run.epochs())
     assert "never had its monitored metric 'val/loss'" in caplog.text
+
+
+def test_a_run_that_nobody_would_hear_is_refused() -> None:
+    """On a closed bus, and on the copy of one that arrived so, a run would go on without its hooks; it says so."""
+    bus = EventBus()
+    bus.close()
+    for deaf in (bus, pickle.loads(pickle.dumps(bus))):
+        with pytest.raises(EventBusError, match=r"This bus is closed .* callbacks included\. Start it"), track(deaf):
+            pass
+        with deaf, track(deaf, epochs=1) as run:
+            assert list(run.epochs()) == [0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+def test_a_run_in_a_process_that_was_forked_after_its_bus_was_made_is_refused() -> None:
+    """As a notebook does that trains in forked processes: the bus of the parent would hear nothing there."""
+    done = run_script("""
+        import multiprocessing
+        bus = EventBus()
+        bus.subscribe(print, "on_train_start")
+
+        def train():
+            try:
+                with track(bus, epochs=1):
+                    say("trained in silence")
+            except EventBusError as error:
+                say(error)
+            own = EventBus()
+            own.subscribe(lambda event: say(event.hook), "on_train_start")
+            with track(own, epochs=1):
+                pass
+
+        worker = multiprocessing.get_context("fork").Process(target=train)
+        worker.start()
+        worker.join(20)
+    """)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == [
+        "This bus was made before a fork and is inert in this process. Make an EventBus in the process that uses it.",
+        "on_train_start",
+    ]
 
 
 def test_it_works_without_torch_or_numpy() -> None:

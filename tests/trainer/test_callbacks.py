@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from eventbus import EVENTS, Event, EventBus, SubscriptionError, TrainBatchEnd, UnknownHookError
+from eventbus import EVENTS, Event, EventBus, EventBusError, SubscriptionError, TrainBatchEnd, UnknownHookError
 from tests.trainer.toys import Recorder, batches, linear, make_trainer, squared_error
 from trainer import Callback, Trainer
 
@@ -264,6 +264,19 @@ def test_every_hook_that_a_trainer_can_fire_is_fired_by_some_path(bus: EventBus,
         trainer.fit([], epochs=1)
     ours = {hook for hook, kind in EVENTS.items() if kind.__module__ == "eventbus.events"}
     assert ours - set(seen.hooks) - SUBSCRIBER_HOOKS == set()
+
+
+def test_a_training_on_a_closed_bus_is_refused(bus: EventBus) -> None:
+    """It would go on without its callbacks, the one that ends it among them; once started again, it runs."""
+    calls: list[int] = []
+    trainer = make_trainer(bus)
+    trainer.add_callback("on_train_batch_end", lambda t: calls.append(t.step))
+    bus.close()
+    with pytest.raises(EventBusError, match="This bus is closed"):
+        trainer.fit(batches(2), epochs=1)
+    with bus:
+        assert trainer.fit(batches(2), epochs=1).reason == "completed"
+    assert calls == [1, 2]
 
 
 def test_fit_inside_of_fit_is_refused(bus: EventBus) -> None:
