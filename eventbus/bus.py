@@ -56,6 +56,7 @@ class EventBus(Service):
         super().__init__(run=run, rank=rank, redact=redact, autostart=autostart, exit_timeout=exit_timeout)
         if journal is not None:
             self._bind_journal(fspath(journal))
+            self._open_journal()
             self._open()
         self._controls: dict[str, Control] = {}
 

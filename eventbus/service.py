@@ -59,6 +59,7 @@ class Service(Publisher):
         self._check_not_inert()
         host = current_host()
         self._complete_start()
+        self._open_journal()
         runner = Runner(self, explicit=True, is_hosted=True)
         while self._runner is not runner:
             former = self._runner
@@ -204,6 +205,7 @@ class Service(Publisher):
     def _start_own(self, *, explicit: bool) -> None:
         fresh = Runner(self, explicit=explicit)
         if explicit:
+            self._open_journal()
             self._refuses = False
         # Tests and a store without a call between: of several starters one comes first, and none after a close.
         if self._runner is None and not self._refuses:
@@ -220,9 +222,12 @@ class Service(Publisher):
         if self._runner is not None and not self._runner.is_started:
             self._ensure_started()
 
-    def _open(self) -> None:
+    def _open_journal(self) -> None:
+        """Before any event is taken: else it would be in no journal."""
         if self._journal is not None:
             self._journal.open()
+
+    def _open(self) -> None:
         self._reroute()
         exits.running.add(self)
 

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from eventbus import Event, EventBus, Log, SubscriberErrorEvent, SubscriptionError
+from eventbus import Event, EventBus, Log, SubscriberErrorEvent, SubscriptionError, journal, read_journal
 from eventbus.runner import Runner
 from tests.eventbus.samples import Beat, Load, Tick, assert_balanced
 from tests.eventbus.waiting import until
@@ -470,6 +470,41 @@ def test_G6_a_closed_durable_subscription_is_not_read_again_at_the_next_start(tm
         assert bus.flush()
     stats = subscription.stats
     assert (stats.matched, stats.dropped_by, stats.pending) == (10, {"unsubscribed": 10}, 0)
+
+
+def test_G17_who_publishes_while_a_bus_starts_again_is_not_raised_at_and_gets_past_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is delivered is in the journal, and only one thread opens it."""
+    got: list[int] = []
+    raised: list[BaseException] = []
+
+    async def handle(event: Tick) -> None:
+        got.append(event.n)
+
+    def publish() -> None:
+        try:
+            bus.publish(Tick(n=1))
+        except BaseException as error:
+            raised.append(error)
+
+    def publish_first(directory: Path) -> int:
+        monkeypatch.undo()
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        publisher.join()
+        return lock(directory)
+
+    bus = EventBus(journal=tmp_path)
+    bus.subscribe(handle, Tick)
+    bus.publish(Tick(n=0))
+    assert bus.close().ok
+    lock = journal._lock
+    monkeypatch.setattr(journal, "_lock", publish_first)
+    with bus:
+        bus.publish(Tick(n=2))
+    assert not raised
+    assert got == [event.n for event in read_journal(tmp_path)]
 
 
 def test_mistakes_in_the_constructor_are_told_at_once() -> None:
