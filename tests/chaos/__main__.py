@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.chaos.lives import draw_lives, live
 from tests.chaos.oracle import judge
 from tests.chaos.runner import run
 from tests.chaos.scenario import draw
@@ -17,6 +18,8 @@ from tests.chaos.soak import soak
 #: After so long a scenario is stuck, and every thread says where.
 _STUCK_S = 180.0
 _MOST_SHOWN = 20
+#: How many scenarios are run between two series of processes.
+_BETWEEN_LIVES = 10
 
 
 def main() -> int:
@@ -26,10 +29,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="where to begin; each scenario has a seed of its own")
     parser.add_argument("--soak", type=int, default=10_000_000, help="how many events are soaked at the end")
     parser.add_argument("--replay", type=int, help="run the scenario with this seed, and print its plan")
+    parser.add_argument("--lives", type=int, help="run the processes with this seed, and print their plan")
     arguments = parser.parse_args()
     if arguments.replay is not None:
         pprint.pp(draw(arguments.replay), width=160)
         return bool(attempt(arguments.replay))
+    if arguments.lives is not None:
+        pprint.pp(draw_lives(arguments.lives), width=160)
+        return bool(attempt_lives(arguments.lives))
     faulty = run_for(arguments.seconds, arguments.seed * 1_000_000)
     if arguments.soak:
         found = soak(arguments.soak)
@@ -44,7 +51,7 @@ def run_for(seconds: float, first: int) -> int:
     faulty, events = [], 0
     hosts: Counter[str] = Counter()
     while time.monotonic() < until:
-        if attempt(seed):
+        if attempt(seed) or ((seed - first) % _BETWEEN_LIVES == 0 and attempt_lives(seed)):
             faulty.append(seed)
         scenario = draw(seed)
         events += scenario.events
@@ -64,6 +71,16 @@ def attempt(seed: int) -> list[str]:
     faults = judge(record)
     if faults:
         print(f"\nScenario {seed} is faulty. Replay it: make chaos ARGS=--replay={seed}")
+    for fault in faults[:_MOST_SHOWN]:
+        print(" -", fault, flush=True)
+    return faults
+
+
+def attempt_lives(seed: int) -> list[str]:
+    """The same for several processes after each other."""
+    faults = live(seed)
+    if faults:
+        print(f"\nThe processes of seed {seed} are faulty. Replay them: make chaos ARGS=--lives={seed}")
     for fault in faults[:_MOST_SHOWN]:
         print(" -", fault, flush=True)
     return faults
