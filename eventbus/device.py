@@ -56,10 +56,8 @@ class Deferred:
         slot = self._slot
         if slot is None:
             return self._number
-        if self._copies.lost and not self._copies.arrived():
+        if not self._copies.arrived() and (self._copies.lost or not self._copies.wait()):
             return float("nan")
-        if not self._copies.arrived():
-            self._copies.wait()  # a host-device synchronisation, paid by whoever reads the key inline
         number: float | int | bool = self._type(slot.item())
         if self._slot is slot:  # a hook and the bus side may both be here: no call comes between this and the store
             self._number = number
@@ -78,13 +76,14 @@ class Deferred:
 class Copies:
     """The device copies of one publish."""
 
-    __slots__ = ("_devices", "_events", "_slots", "lost")
+    __slots__ = ("_devices", "_events", "_failed", "_slots", "lost")
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._devices: dict[Any, None] = {}
         self._events: list[Any] = []
-        #: The GPU hangs: the numbers are given up and read as NaN.
+        self._failed = False
+        #: The GPU hangs, or fails: the numbers are given up and read as NaN.
         self.lost = False
 
     def __bool__(self) -> bool:
@@ -98,18 +97,30 @@ class Copies:
     def record(self) -> None:
         """Mark the end of the copies on each stream; called once, after the last `add`."""
         cuda = _torch().cuda
-        for device in self._devices:
-            event = cuda.Event()
-            event.record(cuda.current_stream(device))
-            self._events.append(event)
+        try:
+            for device in self._devices:
+                event = cuda.Event()
+                event.record(cuda.current_stream(device))
+                self._events.append(event)
+        except Exception:  # noqa: BLE001  # an error of the GPU, which the training will meet where it belongs
+            self.lost = self._failed = True
 
     def arrived(self) -> bool:
-        """Whether every copy is in host memory; asks, never waits."""
-        return all(event.query() for event in self._events)
+        """Whether every copy is in host memory; asks, never waits. After an error of the GPU none ever is."""
+        try:
+            return not self._failed and all(event.query() for event in self._events)
+        except Exception:  # noqa: BLE001  # as in `record`
+            self.lost = self._failed = True
+            return False
 
-    def wait(self) -> None:
-        for event in self._events:
-            event.synchronize()
+    def wait(self) -> bool:
+        """Wait for them: a host-device synchronisation, paid by whoever reads a key inline. False after an error."""
+        try:
+            for event in self._events:
+                event.synchronize()
+        except Exception:  # noqa: BLE001  # as in `record`
+            self.lost = self._failed = True
+        return not self._failed
 
 
 def _torch() -> Any:

@@ -128,19 +128,19 @@ def freeze(value: Any, copies: Copies, depth: int = 0) -> Any:
     """The state of `value` now, read-only: containers rebuilt, one-element tensors and arrays as Python numbers.
 
     A CUDA number becomes a `Deferred` in `copies`. Larger tensors and foreign objects become a text naming their
-    type, and are not held.
+    type, and are not held. So does what raises when it is read: a tensor inside of a transform, a GPU after an error.
     """
     kind = type(value)
-    if kind in PLAIN or isinstance(value, bytes | enum.Enum) or _is_immutable(kind):
+    if kind in PLAIN:
         return value
-    if depth >= _DEEPEST:
-        return f"<{_type_name(value)}: nested deeper than {_DEEPEST}>"
-    number = _number(value, copies)
-    if number is not None:
-        return number
     try:
-        return _container(value, copies, depth + 1)
-    except Exception as error:  # noqa: BLE001  # iterating a foreign object failed: it is told as what it is
+        if isinstance(value, bytes | enum.Enum) or _is_immutable(kind):
+            return value
+        if depth >= _DEEPEST:
+            return f"<{_type_name(value)}: nested deeper than {_DEEPEST}>"
+        number = _number(value, copies)
+        return _container(value, copies, depth + 1) if number is None else number
+    except Exception as error:  # noqa: BLE001  # whatever a foreign object raises
         return f"<{_type_name(value)}: {type(error).__name__}>"
 
 

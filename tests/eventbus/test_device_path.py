@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from eventbus import CloseReport, Event, EventBus, Log, OptimizerStep, TrainBatchEnd, encode
+from eventbus import CloseReport, Event, EventBus, Log, OptimizerStep, TrainBatchEnd, TrainEnd, encode
 from tests.eventbus import fake_torch
 from tests.eventbus.fake_torch import Device, Tensor
 from tests.eventbus.samples import assert_balanced
@@ -437,6 +437,66 @@ def test_G9_close_waits_for_a_gpu_that_is_slow(gpu):
     assert bus.close(5.0) == CloseReport(ok=True, left={})
     late.join()
     losses.assert_seen([0.5])
+
+
+# --------------------------------------------------------------------------------------------- a GPU that broke
+
+
+class BrokenError(RuntimeError):
+    """CUDA error: device-side assert triggered."""
+
+
+def test_G9_an_inline_hook_reads_nan_after_a_cuda_error(gpu, monkeypatch):
+    """Neither asking nor waiting for the number raises in the hook: the error is the training's to meet."""
+
+    def fail(event: object) -> None:
+        raise BrokenError
+
+    for method in "query", "synchronize":
+        bus, seen = EventBus(), []
+        bus.subscribe(lambda event, seen=seen: seen.append((event.metrics["loss"], event.metrics["lr"])), TrainBatchEnd)
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_torch.Event, method, fail)
+            bus.publish(batch_end(1, loss=Tensor(0.5, gpu), lr=0.1))
+        assert math.isnan(seen[0][0])
+        assert seen[0][1] == 0.1
+        assert bus.stats().popitem()[1].delivered == 1
+        gpu.run()
+
+
+@pytest.mark.parametrize("call", ["Tensor.copy_", "Event.record", "Event.query"])
+def test_G9_after_a_cuda_error_the_events_still_arrive(gpu, monkeypatch, call):
+    """Every call to the GPU raises from some moment on: publishing does not, and the end of the run is told."""
+    bus, seen = EventBus(), []
+
+    @bus.on("on_train_batch_end", "on_train_end")
+    async def note(event) -> None:
+        seen.append(event)
+
+    with bus:
+        gpu.run()
+        bus.publish(batch_end(1, loss=Tensor(0.5, gpu)))
+        if call != "Event.query":
+            gpu.run()
+            assert bus.flush()
+
+        def fail(*args: object, **options: object) -> None:
+            raise BrokenError
+
+        kind, method = call.split(".")
+        monkeypatch.setattr({"Tensor": Tensor, "Event": fake_torch.Event}[kind], method, fail)
+        bus.publish(batch_end(2, loss=Tensor(1.5, gpu), lr=0.1))
+        bus.publish(batch_end(3, loss=2.5))
+        bus.publish(TrainEnd(reason="failed"))
+        assert bus.flush()
+        bus.publish(batch_end(4, loss=3.5))
+        assert bus.flush()
+    assert [event.hook for event in seen] == [*["on_train_batch_end"] * 3, "on_train_end", "on_train_batch_end"]
+    lost = seen[1].metrics["loss"]
+    assert lost == "<tests.eventbus.fake_torch.Tensor: BrokenError>" if call == "Tensor.copy_" else math.isnan(lost)
+    assert seen[1].metrics["lr"] == 0.1
+    assert [event.metrics["loss"] for event in (seen[2], seen[4])] == [2.5, 3.5]
+    assert_balanced(bus)
 
 
 # ---------------------------------------------------------------------------------------------------- a real GPU

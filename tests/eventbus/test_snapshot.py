@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventbus import Event, EventBus, FrozenDict, TrainBatchEnd, UnknownEvent, decode, encode
+from eventbus import Event, EventBus, FrozenDict, TrainBatchEnd, TrainEnd, UnknownEvent, decode, encode
 from tests.eventbus.samples import Load
 
 
@@ -164,6 +164,50 @@ class Hostile(dict[str, int]):
 
 def test_G8_a_value_that_raises_when_read_does_not_reach_training() -> None:
     assert "RuntimeError" in seen(Load(value=Hostile(a=1))).value
+
+
+class Unreadable(dict[str, int]):
+    """One whose very class cannot be asked for."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("no")
+
+    def items(self) -> Any:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("kind", [Hostile, Unreadable])
+def test_G8_a_value_that_raises_when_read_costs_itself_alone(kind: type[Any], inline: bool) -> None:
+    """Beside it in a mapping, in a list or in a field, the others arrive, and so does the event."""
+    hostile = kind(a=1)
+    text = f"<{__name__}.{kind.__name__}: RuntimeError>"
+    event = seen(TrainBatchEnd(epoch=0, batch=0, step=1, metrics={"bad": hostile, "loss": 0.5}), inline=inline)
+    assert event.metrics == {"bad": text, "loss": 0.5}
+    assert seen(Load(value=[hostile, 1, {"a": (hostile, 2)}]), inline=inline).value == (text, 1, {"a": (text, 2)})
+    assert seen(TrainEnd(best_fitness=hostile, reason=hostile), inline=inline).reason == text
+
+
+def test_G8_a_tensor_that_has_no_number_yet_costs_itself_alone() -> None:
+    """Inside of a transform, or with fake tensors, a loss cannot be read; publishing it there raises nothing."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    events: list[Any] = []
+
+    def squares(x: Any) -> Any:
+        loss = (x * x).sum()
+        events.append(seen(TrainBatchEnd(epoch=0, batch=0, step=1, metrics={"loss": loss, "lr": 0.1})))
+        events.append(seen(TrainEnd(best_fitness=loss)))
+        return loss
+
+    torch.func.vmap(squares)(torch.ones(2, 3))
+    with FakeTensorMode():
+        squares(torch.ones(3))
+    assert [event.metrics["lr"] for event in events[::2]] == [0.1, 0.1]
+    assert all(str(event.metrics["loss"]).startswith("<torch.") for event in events[::2])
+    assert all(str(event.best_fitness).startswith("<torch.") for event in events[1::2])
 
 
 def test_G8_numpy_scalars_and_one_element_arrays_become_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -305,6 +306,33 @@ def test_a_thousand_events_are_a_few_writes(tmp_path: Path, monkeypatch: pytest.
             bus.publish(TrainBatchEnd(epoch=0, batch=step, step=step))
     assert sum(sizes) == 1000
     assert len(sizes) <= 3
+
+
+def test_a_killed_process_leaves_an_unbroken_beginning(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a training: every line but perhaps the last is whole, and none before it is missing."""
+    path = tmp_path / "e.jsonl"
+    script = (
+        "import sys\n"
+        "from eventbus import EventBus, TrainBatchEnd\n"
+        "from sinks import JSONLSink\n"
+        "bus = EventBus(run='r')\n"
+        "bus.attach(JSONLSink(sys.argv[1], flush_interval=0.01))\n"
+        "step = 0\n"
+        "while True:\n"
+        "    bus.publish(TrainBatchEnd(epoch=0, batch=step, step=step, metrics={'loss': 0.5})); step += 1\n"
+        "    if step % 100 == 0: bus.flush()\n"
+    )
+    for turn in range(3):
+        child = subprocess.Popen([sys.executable, "-c", script, str(path)])
+        wait_until(lambda: path.exists() and path.stat().st_size > 200_000)
+        time.sleep(0.013 * turn)
+        child.kill()
+        child.wait()
+        *whole, _ = path.read_bytes().split(b"\n")
+        steps = [json.loads(line)["step"] for line in whole if b'"on_train_batch_end"' in line]
+        assert steps == list(range(len(steps)))
+        assert len(steps) > 500
+        path.unlink()
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise LookupError('a bug of the user')"])
