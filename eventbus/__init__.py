@@ -73,12 +73,14 @@ from eventbus.subscription import Subscription
 
 if TYPE_CHECKING:
     from eventbus.control import Control, Request
+    from eventbus.health import SubscriberHealth
     from eventbus.recording import read_journal
     from eventbus.tracking import track
 
 _LATER = {
     "Control": "eventbus.control",
     "Request": "eventbus.request",
+    "SubscriberHealth": "eventbus.health",
     "read_journal": "eventbus.recording",
     "track": "eventbus.tracking",
 }
@@ -131,6 +133,7 @@ __all__ = [
     "Stream",
     "SubscriberDisabled",
     "SubscriberErrorEvent",
+    "SubscriberHealth",
     "SubscriberInfo",
     "SubscriberStats",
     "Subscription",

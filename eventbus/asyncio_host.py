@@ -81,6 +81,11 @@ class AsyncioHost:
         """Whether the loop was closed, maybe under tasks that nobody told."""
         return self.loop.is_closed()
 
+    def holder(self) -> str | None:
+        """The name of the task that is in the middle of a step; from any thread."""
+        task = asyncio.current_task(self.loop)
+        return task.get_name() if task is not None else None
+
     def is_ours(self, error: BaseException, *, overdue: bool = False) -> bool:
         """Whether the loop's owner asked for it, who cancels all tasks at once; not we, and not a handler itself."""
         if isinstance(error, GeneratorExit):  # a handler's own, unless the loop was dropped with its tasks in it

@@ -15,12 +15,13 @@ from eventbus.redaction import SECRET_KEYS
 from eventbus.registry import Attachment, SubscriberInfo
 from eventbus.service import Service
 from eventbus.sink import Sink
-from eventbus.stats import SubscriberStats, table
+from eventbus.stats import Row, SubscriberStats, table
 from eventbus.stream import Stream, Waiting
 from eventbus.subscription import Queued, Subscription
 
 if TYPE_CHECKING:
     from eventbus.control import Control
+    from eventbus.health import SubscriberHealth
 
 
 __all__ = ["EventBus"]
@@ -107,7 +108,7 @@ class EventBus(Service):
 
     def describe(self) -> list[SubscriberInfo]:
         """Who is subscribed, in the order of registration."""
-        return self._registry.describe()
+        return self._registry.describe({name: health.state for name, health in self.health().items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the registrations; what is unpickled is stopped. Raises `NotPicklableError`, naming a subscriber."""
@@ -166,11 +167,24 @@ class EventBus(Service):
             self._log.catch_up()
         return {s.name: s.read() for s in self._registry.all()}
 
+    def health(self) -> dict[str, SubscriberHealth]:
+        """How every open subscription is: "ok", "failing", "disabled" or "stalled", since when, and why.
+
+        From any thread; never waits and never raises. A subscriber whose worker is dead, stuck or behind a held loop
+        is not "ok", however well it did before.
+        """
+        from eventbus.health import examine  # here: most processes never ask
+
+        return {s.name: examine(s, self) for s in self._registry.all()}
+
     def report(self) -> str:
-        """A table for people."""
-        stats = self.stats()
+        """A table for people, and what they should know: who holds whom up, and who is not well."""
+        from eventbus.health import remarks
+
+        stats, health = self.stats(), self.health()
         kinds = {s.name: s.kind for s in self._registry.all()}
-        lines = [table((name, kinds.get(name, ""), s) for name, s in stats.items())]
+        rows = [Row(name, kinds.get(name, ""), health[name].state, s) for name, s in stats.items() if name in health]
+        lines = [table(rows), *remarks(rows, health)]
         if self._too_late:
             lines.append(f"{self._too_late} events were published after close.")
         if self._interrupted:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Literal
 from eventbus.stats import Counters
 
 if TYPE_CHECKING:
+    from eventbus.breaker import Breaker
     from eventbus.entry import Entry
-    from eventbus.event import Event
-    from eventbus.journal import Journal
     from eventbus.options import Options
 
-__all__ = ["Cursor", "cursor_for"]
+__all__ = ["BlockCursor", "Cursor", "LatestCursor", "NewestCursor"]
 
 #: How many events that may not be shed a full cursor takes beyond its `maxsize`.
 RESERVE = 4096
@@ -31,6 +30,9 @@ class Cursor(Counters):
         "_kept", "_queue", "bytes", "ended", "max_bytes", "maxsize", "on_settled", "options", "running", "seq",
         "token", "waiting", "wake", "wake_bytes",
     )  # fmt: skip
+
+    #: With ``on_error="disable"``: whether the subscriber is switched off.
+    breaker: Breaker | None = None
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -261,11 +263,12 @@ class Cursor(Counters):
             self.waiting = False
             self.wake()
 
-    def misjudge(self, entry: Entry) -> None:
-        """Count an event as failed whose `when` raised."""
+    def misjudge(self, entry: Entry) -> bool:
+        """Count an event as failed whose `when` raised; False when it does not matter, since the subscriber is off."""
         self.matched += 1
         self.failed += 1
         self.seq = entry.seq
+        return True
 
     def misread(self) -> None:
         """Count an event from the journal as failed whose `when` raised."""
@@ -381,19 +384,6 @@ class BlockCursor(Cursor):
 
     def bound(self) -> None:
         """Nothing to do: it holds at most one event more than its bound for each thread that publishes."""
-
-
-def cursor_for(options: Options, journal: Journal | None, admits: Callable[[Event], bool]) -> Cursor:
-    """The cursor of a policy; `admits` says whether the subscriber gets an event that is read from the journal."""
-    if journal is not None and options.overflow == "spill":
-        from eventbus.spill import DurableCursor, SpillCursor
-
-        return DurableCursor(options, journal, admits) if options.durable else SpillCursor(options, journal)
-    if options.overflow == "latest":
-        return LatestCursor(options)
-    if options.overflow == "drop_newest":
-        return NewestCursor(options)
-    return BlockCursor(options) if options.overflow == "block" else Cursor(options)
 
 
 def _nobody() -> None:

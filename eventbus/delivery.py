@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from eventbus import handling
+from eventbus.notices import reason
 
 if TYPE_CHECKING:
     from eventbus.entry import Entry
@@ -57,6 +59,8 @@ class Delivery(ABC):
         self.generation = 0
         #: The worker has ended, and with it the subscription.
         self.ended = False
+        #: What ended the worker, although it should go on.
+        self.death: str | None = None
         self.stopping = False
 
     @property
@@ -69,6 +73,16 @@ class Delivery(ABC):
     def at_rest(self) -> bool:
         """Whether nothing of it runs any more that another loop would have to wait for."""
         return self.cursor.running is None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what ends the worker that runs inside, so that nobody takes it for alive."""
+        self.death = None
+        try:
+            yield
+        except BaseException as error:
+            self.death = reason(error)
+            raise
 
     @abstractmethod
     def start(self) -> None:
@@ -175,17 +189,18 @@ class AsyncDelivery(Delivery):
     async def _run(self) -> None:
         mine = self.generation
         handling.handler.set(self)
-        while self.generation == mine and not self.ended:
-            with self.host.scope() as scope:
-                self._scope = scope
-                try:
-                    if await self._serve(mine):
-                        break
-                except BaseException as error:
-                    if not self.host.forgives(error, scope):  # else a handler cancelled its own task, and returned
-                        raise
-        if self.generation == mine and not self.stopping:
-            self.finished()
+        with self.watched():
+            while self.generation == mine and not self.ended:
+                with self.host.scope() as scope:
+                    self._scope = scope
+                    try:
+                        if await self._serve(mine):
+                            break
+                    except BaseException as error:
+                        if not self.host.forgives(error, scope):  # else a handler cancelled its own task, and returned
+                            raise
+            if self.generation == mine and not self.stopping:
+                self.finished()
 
     async def _serve(self, mine: int) -> bool:
         """Deliver until there is nothing more (True), or until this scope was cancelled (False)."""

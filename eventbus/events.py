@@ -476,3 +476,7 @@ class EventsDropped(Event, shed=True):
     failed_hook: str = ""
     reason: str = ""
     count: int = 1
+
+
+#: The last events of a run, which must reach everybody: none of them is kept from a subscriber that could still get it.
+TERMINAL = (ExceptionRaised, TrainEnd, Teardown)

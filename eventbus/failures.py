@@ -6,25 +6,19 @@ import logging
 import signal
 import sys
 import threading
+from collections import deque
+from time import localtime, strftime
 from typing import TYPE_CHECKING
 
 from eventbus import handling
 from eventbus.delivery import Delivery
 from eventbus.errors import SinkUnavailable
-from eventbus.events import (
-    Event,
-    EventsDropped,
-    ExceptionRaised,
-    SubscriberDisabled,
-    SubscriberErrorEvent,
-    Teardown,
-    TrainEnd,
-)
-from eventbus.notices import Notices, log
-from eventbus.redaction import hide_credentials
+from eventbus.events import TERMINAL, Event, EventsDropped, SubscriberDisabled, SubscriberErrorEvent
+from eventbus.notices import Notices, log, reason
+from eventbus.pulse import Trouble
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import FrameType
 
     from eventbus.entry import Entry
@@ -35,8 +29,8 @@ __all__ = ["ABOUT_US", "Failures"]
 
 #: What the bus tells about itself.
 ABOUT_US = (SubscriberErrorEvent, SubscriberDisabled, EventsDropped)
-_TERMINAL = (ExceptionRaised, TrainEnd, Teardown)
-_LONGEST_REASON = 200
+#: Drops with these reasons mean that the subscriber cannot keep up.
+_SLOW = {"overflow", "reserve", "newest", "coalesced", "block_timeout"}
 
 
 class Failures:
@@ -47,14 +41,26 @@ class Failures:
         self.notices = Notices()
         #: Errors of queued subscribers with ``on_error="raise"``, by the thread that published the event.
         self.due: dict[int, BaseException] = {}
+        #: Closed, and perhaps not all of their drops announced.
+        self.parted: deque[Subscription] = deque()
 
     def told(self, subscriber: Queued, entry: Entry | None, error: BaseException) -> None:
         """A queued subscriber failed, or its sink cannot open or take events; called by its worker."""
-        self._attempt(self._tell, subscriber, entry.event if entry is not None else None, error)
+        event = entry.event if entry is not None else None
+        if event is None:
+            self._attempt(self._note, subscriber, error)
+        self._attempt(self._tell, subscriber, event, error)
+        self.tell_breaker(subscriber, event)
 
     def owe(self, subscriber: Queued, entry: Entry, error: BaseException) -> None:
-        """Keep what is to be raised; called before the event is settled, so that a publish after `flush` raises it."""
-        if subscriber.options.on_error != "raise" or subscriber.cursor.running is not entry:
+        """Note a failure, and keep what is to be raised.
+
+        Called before the event is settled, so that after a `flush` the health tells it and a publish raises it.
+        """
+        if subscriber.cursor.running is not entry:
+            return
+        self._attempt(self._note, subscriber, error)
+        if subscriber.options.on_error != "raise":
             return
         error.add_note(f"raised by subscriber {subscriber.name!r} on {entry.event.hook}, event {entry.seq}")
         if self.due.setdefault(entry.thread, error) is not error:
@@ -63,39 +69,84 @@ class Failures:
 
     def hook_failed(self, hook: InlineHook, event: Event, error: Exception) -> None:
         """An inline hook failed; called on the publishing thread."""
-        if hook.options.on_error == "isolate":
-            try:
+        try:
+            self._note(hook, error)
+            if hook.options.on_error != "raise":
                 self._tell(hook, event, error)
-            except Exception as raised:  # noqa: BLE001  # by foreign code, as in `_attempt`
-                _complain(raised)
+        except Exception as raised:  # noqa: BLE001  # by foreign code, as in `_attempt`
+            _complain(raised)
+        self.tell_breaker(hook, event)
 
     def gone(self, subscriber: Queued, entry: Entry, error: BaseException) -> None:
         """A sink's receiver wants no more: switch the subscriber off."""
         self._bus._close_subscription(subscriber, "disabled")
-        disabled = SubscriberDisabled(subscriber=subscriber.name, failed_hook=entry.event.hook, reason=_reason(error))
+        disabled = SubscriberDisabled(subscriber=subscriber.name, failed_hook=entry.event.hook, reason=reason(error))
         self._attempt(self._bus.publish, disabled)
+
+    def tell_breaker(self, subscription: Subscription, event: Event | None = None) -> None:
+        """Announce that a subscriber was disabled (by failing on `event`), or works again, unless it was announced."""
+        breaker = subscription.breaker
+        if breaker is None or breaker.announced is breaker.is_open:
+            return
+        breaker.announced = breaker.is_open  # no call between: of several that tell it one comes first
+        if breaker.announced:
+            self._attempt(self._tell_disabled, subscription, event)
+        else:
+            self._attempt(self._tell_enabled, subscription)
+
+    def _tell_disabled(self, subscription: Subscription, event: Event | None) -> None:
+        options, trouble = subscription.options, subscription.trouble
+        why = (
+            f"{options.disable_after} failures in a row, the last: {trouble.why if trouble is not None else 'unknown'}"
+        )
+        log(
+            logging.ERROR,
+            "Subscriber %r is disabled after %s. What waits for it and what comes is dropped; it is tried again %s.",
+            subscription.name, why, f"with the first event after {options.retry_after:g} s, and with the end of a run",
+        )  # fmt: skip
+        if not isinstance(event, SubscriberDisabled):  # one about who failed at one could go on for ever
+            hook, count = event.hook if event is not None else "", options.disable_after
+            self._bus.publish(
+                SubscriberDisabled(subscriber=subscription.name, failed_hook=hook, reason=why, count=count)
+            )
+
+    def _tell_enabled(self, subscription: Subscription) -> None:
+        since = strftime("%H:%M:%S", localtime(subscription.breaker.since)) if subscription.breaker is not None else ""
+        log(
+            logging.WARNING, "Subscriber %r works again; it had been disabled since %s. %d of its events were dropped.",
+            subscription.name, since, subscription.counters.dropped_by["disabled"],
+        )  # fmt: skip
+
+    def _note(self, subscription: Subscription, error: BaseException) -> None:
+        """Remember a failure for `EventBus.health`."""
+        subscription.trouble = Trouble.after(subscription.trouble, reason(error), subscription.counters.delivered)
 
     def _tell(self, subscriber: Subscription, event: Event | None, error: BaseException) -> None:
         hook = event.hook if event is not None else "its sink"
         level = logging.WARNING if isinstance(error, SinkUnavailable) else logging.ERROR
         brief = isinstance(error, TimeoutError | SinkUnavailable) and error.__traceback__ is None
         count = self.notices.say(
-            level, f"failed {subscriber.name}", "Subscriber %r failed on %s: %s", subscriber.name, hook, _reason(error),
+            level, f"failed {subscriber.name}", "Subscriber %r failed on %s: %s", subscriber.name, hook, reason(error),
             error=None if brief else error,
         )  # fmt: skip
         if count and not isinstance(event, ABOUT_US):
             self._bus.publish(
                 SubscriberErrorEvent(
-                    subscriber=subscriber.name, failed_hook=hook if event is not None else "", reason=_reason(error),
+                    subscriber=subscriber.name, failed_hook=hook if event is not None else "", reason=reason(error),
                     count=count,
                 )
             )  # fmt: skip
 
     def _attempt(self, report: Callable[..., object], *about: object) -> None:
-        """Log or publish something from the bus side; what foreign log handlers and hooks raise there ends nobody."""
+        """Log or publish something; what foreign log handlers and hooks raise on the bus side ends nobody.
+
+        Of an inline hook it is told on the publishing thread, which gets a KeyboardInterrupt.
+        """
         try:
             report(*about)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
+            if not isinstance(error, Exception) and about and getattr(about[0], "kind", "") == "inline":
+                raise
             _complain(error)
 
     def loop_held(self, subscriber: Queued, seconds: float) -> None:
@@ -115,26 +166,60 @@ class Failures:
         self._attempt(self._bus._log.tidy)
         self._attempt(self._tell_losses)
 
+    def tell_last_losses(self) -> None:
+        """Announce all that was dropped and not announced: no later interval can."""
+        self._attempt(self._tell_losses)
+        for subscription in (*self._bus._registry.all(), *self._bus._log.subscribers, *self._bus._log.leaving):
+            self.tell_drops(subscription, last=True)
+
     def _tell_losses(self) -> None:
         errors = self._bus._log.errors
         while errors:
-            name, error = errors.popleft()
-            self.notices.say(logging.ERROR, f"feed {name}", "%s: %s", name, _reason(error), error=error)
+            who, error = errors.popleft()
+            name = who if isinstance(who, str) else who.name
+            self.notices.say(logging.ERROR, f"feed {name}", "%s: %s", name, reason(error), error=error)
+            if not isinstance(who, str):  # its `when` raised
+                self._note(who, error)
+                self.tell_breaker(who)
         for subscriber in self._bus._log.subscribers:
-            if subscriber.cursor.dropped > subscriber.drops_told:
-                self._tell_drops(subscriber)
+            if subscriber.cursor.dropped > subscriber.drops_told_count:
+                self.tell_drops(subscriber)
+        for _ in range(len(self.parted)):
+            parted = self.parted.popleft()
+            is_over = parted.is_over  # asked first: what is dropped later is told later
+            self.tell_drops(parted, last=True)
+            if not is_over:
+                self.parted.append(parted)
 
-    def _tell_drops(self, subscriber: Queued) -> None:
-        cursor = subscriber.cursor
-        level = logging.ERROR if cursor.dropped_by["reserve"] else logging.WARNING
-        by = ", ".join(f"{n} {reason}" for reason, n in cursor.dropped_by.items() if n)
-        dropped = cursor.dropped
-        if self.notices.say(
-            level, f"dropped {subscriber.name}",
-            "Subscriber %r is too slow: %d of its events were dropped so far (%s).", subscriber.name, dropped, by,
-        ):  # fmt: skip
-            count, subscriber.drops_told = dropped - subscriber.drops_told, dropped
-            self._bus.publish(EventsDropped(subscriber=subscriber.name, reason=by, count=count))
+    def part(self, subscription: Subscription) -> None:
+        """A subscription was closed: what is dropped for it is announced without waiting for the next interval."""
+        self.parted.append(subscription)
+        if self._bus._log.is_unserved():
+            self.tell_losses()
+
+    def tell_drops(self, subscription: Subscription, *, last: bool = False) -> None:
+        """Announce what was dropped of a subscriber since the last time, once per interval; now, if it is the last."""
+        if subscription.counters.dropped > subscription.drops_told_count:
+            self._attempt(self._tell_drops, subscription, last)
+
+    def _tell_drops(self, subscription: Subscription, last: bool) -> None:
+        now, told = subscription.counters.dropped_by.copy(), subscription.drops_told
+        news = {why: n - told.get(why, 0) for why, n in now.items() if n > told.get(why, 0)}
+        key = f"lost {subscription.name}" if "reserve" in news else f"dropped {subscription.name}"
+        if not news or not (last or self.notices.is_due(key)):
+            return
+        subscription.drops_told, subscription.drops_told_count = now, sum(now.values())
+        if subscription.kind == "inline":  # the bus may have no loop that ends with the process
+            self._bus._remember_at_exit()
+        count, by = sum(news.values()), ", ".join(f"{n} {why}" for why, n in news.items())
+        what = "is too slow" if not _SLOW.isdisjoint(news) else "is disabled" if "disabled" in news else "ends"
+        level = _level(news)
+        self.notices.say(
+            level, key, "Subscriber %r %s: %d of its events were dropped (%s), %d so far.",
+            subscription.name, what, count, by, subscription.drops_told_count, now=last,
+        )  # fmt: skip
+        if level > logging.INFO:
+            self._bus.publish(EventsDropped(subscriber=subscription.name, reason=by, count=count))
 
     def raise_due(self, event: Event) -> None:
         """Raise what a subscriber with ``on_error="raise"`` failed with, for the thread that published that event.
@@ -144,7 +229,7 @@ class Failures:
         nothing to do with it.
         """
         me = threading.get_ident()
-        if me not in self.due or isinstance(event, _TERMINAL + ABOUT_US):
+        if me not in self.due or isinstance(event, TERMINAL + ABOUT_US):
             return
         if isinstance(handling.handler.get(), Delivery) or _is_intruding(sys._getframe(1)):
             return
@@ -172,17 +257,15 @@ def _is_intruding(frame: FrameType | None) -> bool:
     return False
 
 
+def _level(dropped: Iterable[str]) -> int:
+    """How loudly drops with these reasons are told. What one gave up by unsubscribing is no news for others."""
+    if "reserve" in dropped:
+        return logging.ERROR
+    return logging.INFO if set(dropped) == {"unsubscribed"} else logging.WARNING
+
+
 def _complain(error: BaseException) -> None:
     try:
-        log(logging.ERROR, "Reporting a failure of a subscriber failed: %s", _reason(error), error=error)
+        log(logging.ERROR, "Reporting a failure of a subscriber failed: %s", reason(error), error=error)
     except BaseException:  # noqa: BLE001  # it is the log that fails
         pass
-
-
-def _reason(error: BaseException) -> str:
-    try:
-        said = hide_credentials(str(error))
-    except Exception:  # noqa: BLE001  # a broken __str__ hides nothing but itself
-        said = ""
-    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"

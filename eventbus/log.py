@@ -80,7 +80,7 @@ class Log:
         self.asleep = False
         self.wake: Callable[[], None] = _nobody
         #: What went wrong while feeding: who or what, and the error; told by the pump, since a feeder must not log.
-        self.errors: deque[tuple[str, BaseException]] = deque()
+        self.errors: deque[tuple[Queued | str, BaseException]] = deque()
         self.flushes: list[Flush] = []
         #: The last event that was handed on.
         self.handed = 0
@@ -105,6 +105,10 @@ class Log:
         if self.wake == wake:
             self.asleep = False
             self.wake = _nobody
+
+    def is_unserved(self) -> bool:
+        """Whether no pump runs, and nobody feeds right now."""
+        return self.wake is _nobody and not self._feeder
 
     def rouse(self) -> None:
         """Have the pump look now."""

@@ -48,7 +48,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     overflow: Overflow = "drop_oldest"
     block_timeout: float = 1.0
     retries: int = 0
-    on_error: Literal["isolate", "raise"] = "isolate"
+    on_error: Literal["isolate", "disable", "raise"] = "isolate"
+    disable_after: int = 5
+    retry_after: float = 30.0
     durable: bool = False
     #: The names of those that were given, not left at their default.
     given: frozenset[str] = frozenset()
@@ -64,6 +66,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 raise SubscriptionError(subscriber, f"got an unknown option {option!r}", hint)
         options = cls(**{**(defaults or {}), **given}, given=frozenset(given))
         options._check_ranges(subscriber)
+        options._check_breaker(subscriber)
         return options._made_durable(subscriber) if options.durable else options
 
     def _check_ranges(self, subscriber: str) -> None:
@@ -84,11 +87,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ("block_timeout", is_seconds(self.block_timeout), "a finite number of seconds above 0"),
             ("retries", _is_int(self.retries, 0), "a whole number from 0"),
             ("durable", isinstance(self.durable, bool), "True or False"),
-            ("on_error", self.on_error in ("isolate", "raise"), '"isolate" or "raise"'),
+            ("on_error", self.on_error in ("isolate", "disable", "raise"), '"isolate", "disable" or "raise"'),
+            ("disable_after", _is_int(self.disable_after, 1), "a whole number of failures in a row, from 1"),
+            ("retry_after", is_seconds(self.retry_after), "a finite number of seconds above 0"),
         ):
             if not fits:
                 value = getattr(self, option)
                 raise SubscriptionError(subscriber, f"got {option}={value!r}", f"{option} is {rule}.")
+
+    def _check_breaker(self, subscriber: str) -> None:
+        for option in ("disable_after", "retry_after"):
+            if option in self.given and self.on_error != "disable":
+                raise SubscriptionError(
+                    subscriber, f"is never disabled, so {option}= means nothing to it", 'Add on_error="disable".'
+                )
 
     def _made_durable(self, subscriber: str) -> Options:
         """A durable subscriber loses nothing, and is known by its name to the next process."""

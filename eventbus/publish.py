@@ -262,6 +262,7 @@ class Publisher(ABC):
         if isinstance(subscription, Queued):
             subscription.cursor.forget()
             self._log.mark(Detach(self._log, subscription, reason))
+        self._failures.part(subscription)
 
     def _spent(self, subscriber: Queued) -> None:
         """A subscriber with ``once=True`` has got its event; called by the feeder."""
@@ -270,6 +271,12 @@ class Publisher(ABC):
         self._log.detach(subscriber)
         subscriber.cursor.forget()
         subscriber.cursor.end()
+        if subscriber.cursor.dropped:
+            self._failures.parted.append(subscriber)
+
+    @abstractmethod
+    def _remember_at_exit(self) -> None:
+        """Have what is not announced until then announced at the end of the process."""
 
     @abstractmethod
     def _ensure_started(self) -> None:

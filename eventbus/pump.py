@@ -83,6 +83,8 @@ class Pump:
             if now >= self._notice_at:
                 self._notice_at = now + _NOTICE_S
                 self._bus._failures.tell_losses()
+                for subscriber in self._log.subscribers:
+                    subscriber.pulse.look(subscriber.cursor)
             if moved or len(self._log):
                 idle_since = now
             if moved:

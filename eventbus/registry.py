@@ -40,6 +40,8 @@ class SubscriberInfo(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     rank: str
     options: Mapping[str, Any]
+    #: As in `EventBus.health`.
+    state: str = "ok"
 
 
 class Attachment:
@@ -125,12 +127,9 @@ class Registry:
 
     def enter(self, fn: Any, label: str, kind: Kind, filter: Filter, options: Options) -> Subscription:
         """Enter a new subscription under a name that is free; it hears what is published from now on."""
-        make = InlineHook if kind == "inline" else Queued
-        if make is Queued:
-            load_loop()
-            if self._bus._journal is None:
-                options.check_journal(label)
-        subscription = make(self._bus, fn, label, kind, filter, options)
+        if kind != "inline" and self._bus._journal is None:
+            options.check_journal(label)
+        subscription = _make(kind, options)(self._bus, fn, label, kind, filter, options)
         number = 1
         while self._table.setdefault(subscription.name, subscription) is not subscription:
             if options.name is not None:
@@ -164,12 +163,12 @@ class Registry:
             raise SubscriptionError(label, "is not subscribed", hint)
         return found
 
-    def describe(self) -> list[SubscriberInfo]:
+    def describe(self, states: Mapping[str, str]) -> list[SubscriberInfo]:
         return [
             SubscriberInfo(
                 name=s.name, kind=s.kind, hooks=s.filter.names, priority=s.options.priority,
                 rank="all" if s.kind == "inline" and s.options.rank is None else str(s.options.rank or 0),
-                options=s.options.shown(),
+                options=s.options.shown(), state=states.get(s.name, "ok"),
             )
             for s in self.all()
         ]  # fmt: skip
@@ -199,6 +198,17 @@ class Registry:
         ):
             logger.info("Subscriber %r is defined again and replaces the former one.", label)
             former.close()
+
+
+def _make(kind: Kind, options: Options) -> type[Subscription]:
+    if kind != "inline":
+        load_loop()
+        return Queued
+    if options.on_error == "disable":
+        from eventbus.guard import GuardedHook  # here: few hooks are disabled
+
+        return GuardedHook
+    return InlineHook
 
 
 def _check_sink(sink: Sink, label: str, options: Options) -> None:

@@ -150,6 +150,7 @@ class Runner:
         if self._close_begun or self.closed.is_set():
             return
         self._close_begun = True
+        self._bus._failures.tell_last_losses()  # while the others can still hear of them
         flush = Flush(self._log)
         self._log.mark(flush)
         await self._wait_for(flush.completion, most_s=_DRAINING * (self._end_s - perf_counter()))
@@ -255,6 +256,7 @@ class Runner:
             self.pump.stop()
             self.pump.deliveries.clear()
         self._bus._runner_ended(self)
+        self._bus._failures.tell_last_losses()
         self._stop.set()
         self.closed.set()
 

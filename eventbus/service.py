@@ -176,6 +176,7 @@ class Service(Publisher):
             subscriber.cursor.end()  # who reads a stream waits no longer
         self._close_journal()
         self._report = CloseReport(not left, left)
+        self._failures.tell_last_losses()
 
     def _close_with(self, in_flight: BaseException | None, due: BaseException | None) -> None:
         if due is None:
@@ -253,10 +254,14 @@ class Service(Publisher):
         if self._runner is not None:
             self._runner.request_close(self._exit_timeout, patience_s=self._exit_timeout / 2)
 
+    def _remember_at_exit(self) -> None:
+        exits.running.add(self)
+
     def _exit_end(self, started_s: float) -> None:
         runner = self._runner
         if runner is None:
             self._close_journal()
+            self._failures.tell_last_losses()
             return
         report = runner.wait_closed(self._exit_timeout - (perf_counter() - started_s))
         if not report.ok:

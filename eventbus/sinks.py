@@ -71,6 +71,10 @@ class SinkDelivery(Delivery):
 
     async def _run(self) -> None:
         handling.handler.set(self)
+        with self.watched():
+            await self._serve()
+
+    async def _serve(self) -> None:
         subscriber = self.subscriber
         if hears_rank(subscriber.options.rank, self.bus.rank, "") and await self._open():
             self._opened = True
@@ -140,6 +144,8 @@ class SinkDelivery(Delivery):
                 call = self._start(self._bound_open)
             await self._finish(call, self.timeout_s)
             if call.ok:
+                if attempt:
+                    self.subscriber.trouble = None
                 return True
             attempt += 1
             self.bus._failures.told(self.subscriber, None, call.error or TimeoutError("took too long to open"))

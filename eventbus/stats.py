@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from time import time
+from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Counters", "SubscriberStats", "table"]
+__all__ = ["Counters", "Row", "SubscriberStats", "table"]
 
 _RECENT_CALLS = 1024
 _REASONS = (
@@ -86,19 +87,28 @@ class Counters:
         )  # fmt: skip
 
 
-def table(rows: Iterable[tuple[str, str, SubscriberStats]]) -> str:
-    """One line per subscriber: name, kind, counts, and how long it took."""
-    head = ("subscriber", "kind", "matched", "delivered", "failed", "timed out", "dropped", "pending",
-            "mean ms", "p99 ms", "held loop ms")  # fmt: skip
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    kind: str
+    state: str
+    stats: SubscriberStats
+
+
+def table(rows: Iterable[Row]) -> str:
+    """One line per subscriber: name, kind, state, counts, and how long it took."""
+    head = ("subscriber", "kind", "state", "matched", "delivered", "failed", "timed out", "dropped", "pending",
+            "total s", "mean ms", "p99 ms", "max ms", "held loop ms")  # fmt: skip
     lines = [head] + [
-        (name, kind, *map(str, (s.matched, s.delivered, s.failed, s.timed_out, _dropped(s), s.pending)),
-         *(f"{1000 * t:.2f}" for t in (s.mean_s, s.p99_s, s.hold_s)))
-        for name, kind, s in rows
+        (name, kind, state, *map(str, (s.matched, s.delivered, s.failed, s.timed_out, _dropped(s), s.pending)),
+         f"{s.total_s:.1f}", *(f"{1000 * t:.2f}" for t in (s.mean_s, s.p99_s, s.max_s, s.hold_s)))
+        for name, kind, state, s in rows
     ]  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     )

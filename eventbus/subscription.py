@@ -5,23 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import current_thread, main_thread
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from eventbus.conditions import Conditions
-from eventbus.cursor import cursor_for
 from eventbus.log import hears_rank
+from eventbus.policy import cursor_for
+from eventbus.pulse import Pulse
 from eventbus.stats import Counters
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from eventbus.breaker import Breaker
     from eventbus.entry import Entry
     from eventbus.events import Event
     from eventbus.filters import Filter
     from eventbus.options import Kind, Options
     from eventbus.publish import Publisher
+    from eventbus.pulse import Trouble
     from eventbus.stats import SubscriberStats
 
 __all__ = ["InlineHook", "Queued", "Subscription"]
@@ -29,6 +32,9 @@ __all__ = ["InlineHook", "Queued", "Subscription"]
 
 class Subscription(ABC):
     """One subscriber of a bus; as a context manager it closes at the end of the block."""
+
+    #: With ``on_error="disable"``: whether it is switched off.
+    breaker: Breaker | None = None
 
     def __init__(self, bus: Publisher, fn: Any, name: str, kind: Kind, filter: Filter, options: Options) -> None:
         self._bus = bus
@@ -41,14 +47,29 @@ class Subscription(ABC):
         self.options = options
         self.conditions = Conditions.of(options)
         self.is_closed = False
+        #: When it was registered, Unix time.
+        self.since = time()
+        #: What went wrong last.
+        self.trouble: Trouble | None = None
+        #: How many of its drops were announced, by reason and in all.
+        self.drops_told: dict[str, int] = {}
+        self.drops_told_count = 0
 
     def close(self) -> None:
         """Hear nothing any more; a running delivery ends, what waits is dropped. Idempotent, from any thread."""
         self._bus._close_subscription(self, "unsubscribed")
 
+    def _tell_breaker(self) -> None:
+        self._bus._failures.tell_breaker(self)
+
     @property
     @abstractmethod
     def counters(self) -> Counters: ...
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether it is closed and all of its events are settled."""
 
     @property
     def stats(self) -> SubscriberStats:
@@ -84,6 +105,10 @@ class InlineHook(Subscription):
     def counters(self) -> Counters:
         return self._counters
 
+    @property
+    def is_over(self) -> bool:
+        return self.is_closed
+
     def read(self) -> SubscriberStats:
         return self._counters.read()
 
@@ -98,9 +123,7 @@ class InlineHook(Subscription):
             counters.failed += 1
             return error
         if self.is_closed:
-            counters.matched += 1
-            counters.dropped += 1
-            counters.dropped_by["unsubscribed"] += 1
+            self._drop("unsubscribed")
             return None
         started = perf_counter()
         counters.matched += 1
@@ -121,6 +144,14 @@ class InlineHook(Subscription):
         counters.took(perf_counter() - started)
         return None
 
+    def _drop(self, reason: str) -> None:
+        """Count an event that is for the hook and not given to it, and say so."""
+        counters = self._counters
+        counters.matched += 1
+        counters.dropped += 1
+        counters.dropped_by[reason] += 1
+        self._bus._failures.tell_drops(self)
+
 
 class Queued(Subscription):
     """A subscriber on the bus side, with a cursor of its own."""
@@ -130,15 +161,21 @@ class Queued(Subscription):
         #: What the log feeds it; `filter` once the log has come to where that was changed.
         self.heard = filter
         self.cursor = cursor_for(options, bus._journal, self._recall)
+        self.breaker = self.cursor.breaker
+        if self.breaker is not None:
+            self.breaker.announce = self._tell_breaker
+        self.pulse = Pulse()
         self.timeout_s = options.timeout_s(kind)
         #: The last event that the conditions were asked about; its answer may not have been acted upon.
         self._judged = 0
-        #: How many drops were announced.
-        self.drops_told = 0
 
     @property
     def counters(self) -> Counters:
         return self.cursor
+
+    @property
+    def is_over(self) -> bool:
+        return self.cursor.ended and not self.cursor.pending
 
     def read(self) -> SubscriberStats:
         oldest = self.cursor.oldest()
@@ -169,7 +206,7 @@ class Queued(Subscription):
             return self.conditions is None or self.conditions.admit(event)
         except Exception as error:  # noqa: BLE001  # a foreign predicate
             self.cursor.misread()
-            self._bus._log.errors.append((self.name, error))
+            self._bus._log.errors.append((self, error))
             return False
 
     def _admits(self, conditions: Conditions, entry: Entry) -> bool:
@@ -178,8 +215,8 @@ class Queued(Subscription):
         except BaseException as error:  # a foreign predicate
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
                 raise  # a real one: who feeds next judges this event again
-            self.cursor.misjudge(entry)
-            self._bus._log.errors.append((self.name, error))
+            if self.cursor.misjudge(entry):
+                self._bus._log.errors.append((self, error))
             return False
 
 

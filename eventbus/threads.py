@@ -74,14 +74,15 @@ class ThreadDelivery(Delivery):
 
     def _run(self, mine: int, wakes: SimpleQueue[None]) -> None:
         handling.handler.set(self)
-        while self.generation == mine and not self.stopping:
-            entry = self.cursor.take()
-            if entry is not None:
-                self._deliver(entry, mine, wakes)
-            elif not self._wait(wakes):
-                break
-        if self.generation == mine and not self.stopping:
-            self.finished()
+        with self.watched():
+            while self.generation == mine and not self.stopping:
+                entry = self.cursor.take()
+                if entry is not None:
+                    self._deliver(entry, mine, wakes)
+                elif not self._wait(wakes):
+                    break
+            if self.generation == mine and not self.stopping:
+                self.finished()
 
     async def _run_here(self) -> None:
         """Call it on the loop itself: there is no thread left, and soon no loop either."""

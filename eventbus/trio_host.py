@@ -66,6 +66,9 @@ class TrioHost:
     def is_closed(self) -> bool:
         return False  # a trio loop cancels every task before it ends, so the pump knows already
 
+    def holder(self) -> str | None:
+        return None  # trio tells only its own thread
+
     def is_ours(self, error: BaseException, *, overdue: bool = False) -> bool:
         if isinstance(error, GeneratorExit):
             return not trio.lowlevel.in_trio_run()

@@ -343,8 +343,8 @@ def test_G6_the_report_shows_the_counts() -> None:
     for n in range(5):
         bus.publish(Tick(n=n))
     head, line = bus.report().splitlines()
-    assert head.split()[:6] == ["subscriber", "kind", "matched", "delivered", "failed", "timed"]
-    assert line.split()[:7] == ["late", "async", "5", "0", "0", "0", "2"]
+    assert head.split()[:7] == ["subscriber", "kind", "state", "matched", "delivered", "failed", "timed"]
+    assert line.split()[:8] == ["late", "async", "ok", "5", "0", "0", "0", "2"]
     assert "2 overflow" in line
 
 

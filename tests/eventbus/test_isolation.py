@@ -416,8 +416,9 @@ def test_G4_a_handler_that_holds_the_loop_is_named() -> None:
         assert bus.flush()
         assert bus.stats()["good"].delivered == 100
         assert subscriber.stats.hold_s >= 0.05
-        (line,) = [line for line in bus.report().splitlines() if "blocking" in line]
+        line, remark = [line for line in bus.report().splitlines() if "blocking" in line]
         assert float(line.split()[-1]) >= 50
+        assert "The bus loop was held longest by 'blocking'" in remark
         assert "held loop ms" in bus.report().splitlines()[0]
 
 

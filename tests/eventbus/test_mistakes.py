@@ -134,11 +134,11 @@ def test_G15_an_unknown_option_is_refused_with_the_nearest_one(wrong: str, hint:
         ("run", 3), ("rank", "some"), ("rank", -1), ("name", ""), ("priority", "high"), ("run_in", "process"),
         ("timeout", 0), ("timeout", float("inf")), ("timeout", float("nan")), ("maxsize", 0), ("maxsize", None),
         ("max_bytes", 0), ("overflow", "drop"), ("block_timeout", 0), ("retries", -1), ("durable", 1),
-        ("on_error", "disable"), ("on_error", "ignore"),
+        ("on_error", "ignore"),
     ],
 )  # fmt: skip
 def test_G15_an_option_out_of_range_is_refused_and_says_what_fits(option: str, value: object) -> None:
-    """What comes later (processes, disabling) is refused like anything unknown."""
+    """What comes later (processes) is refused like anything unknown."""
     with pytest.raises(SubscriptionError, match=rf"got {option}=.*{option} is "):
         EventBus().subscribe(coroutine, Tick, **{option: value})
 

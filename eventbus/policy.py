@@ -1,0 +1,32 @@
+"""Which cursor a subscriber gets, by what its options say of overload and of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from eventbus.cursor import BlockCursor, Cursor, LatestCursor, NewestCursor
+
+if TYPE_CHECKING:
+    from eventbus.events import Event
+    from eventbus.journal import Journal
+    from eventbus.options import Options
+
+__all__ = ["cursor_for"]
+
+_KINDS: Mapping[str, type[Cursor]] = {"latest": LatestCursor, "drop_newest": NewestCursor, "block": BlockCursor}
+
+
+def cursor_for(options: Options, journal: Journal | None, admits: Callable[[Event], bool]) -> Cursor:
+    """The cursor for these options; `admits` says whether the subscriber gets an event from the journal."""
+    kind: type[Cursor] = _KINDS.get(options.overflow, Cursor)
+    about: tuple[Any, ...] = ()
+    if journal is not None and options.overflow == "spill":
+        from eventbus.spill import DurableCursor, SpillCursor
+
+        kind, about = (DurableCursor, (journal, admits)) if options.durable else (SpillCursor, (journal,))
+    if options.on_error == "disable":
+        from eventbus.guard import guarded
+
+        kind = guarded(kind)
+    return kind(options, *about)
