@@ -213,6 +213,9 @@ class Failures:
             self._bus._remember_at_exit()
         count, by = sum(news.values()), ", ".join(f"{n} {why}" for why, n in news.items())
         what = "is too slow" if not _SLOW.isdisjoint(news) else "is disabled" if "disabled" in news else "ends"
+        if subscription.options.durable and news.keys() <= {"closed", "loop_closed"}:
+            log(logging.INFO, "Subscriber %r goes on with %d events from the journal later.", subscription.name, count)
+            return
         level = _level(news)
         self.notices.say(
             level, key, "Subscriber %r %s: %d of its events were dropped (%s), %d so far.",

@@ -75,7 +75,7 @@ def _stalled(subscriber: Queued, bus: Service) -> SubscriberHealth | None:
     why = f"{subscriber.cursor.pending} events wait, and none was settled for {stuck_s:.0f} s"
     if pump is None:
         why += "; the bus is not started"
-    elif (held_by := _holder(pump.host, pump.deliveries.values())) is not None:
+    elif (held_by := _holder(pump.host, tuple(pump.deliveries.values()))) is not None:
         why += f"; {held_by if held_by != repr(subscriber.name) else 'it'} holds the bus loop without awaiting"
     return SubscriberHealth(state="stalled", since=time() - stuck_s, why=why)
 

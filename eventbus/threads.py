@@ -89,17 +89,18 @@ class ThreadDelivery(Delivery):
         mine, waker = self.generation, self.host.waker()
         self.cursor.wake = waker.wake
         handling.handler.set(self)
-        while self.generation == mine and not self.stopping and not (self.cursor.ended and not self.cursor.queued()):
-            entry = self.cursor.take()
-            if entry is not None:
-                self._deliver(entry, mine, self._wakes)
-            self.cursor.waiting = True
-            if not (self.cursor.queued() or self.cursor.ended or self.stopping):
-                await waker.wait()
-            self.cursor.waiting = False
-            await self.host.checkpoint()
-        if self.generation == mine and not self.stopping:
-            self.finished()
+        with self.watched():
+            while self.generation == mine and not (self.stopping or (self.cursor.ended and not self.cursor.queued())):
+                entry = self.cursor.take()
+                if entry is not None:
+                    self._deliver(entry, mine, self._wakes)
+                self.cursor.waiting = True
+                if not (self.cursor.queued() or self.cursor.ended or self.stopping):
+                    await waker.wait()
+                self.cursor.waiting = False
+                await self.host.checkpoint()
+            if self.generation == mine and not self.stopping:
+                self.finished()
 
     def _wait(self, wakes: SimpleQueue[None]) -> bool:
         cursor = self.cursor

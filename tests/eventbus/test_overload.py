@@ -256,8 +256,8 @@ def test_G7_drops_are_announced_again_after_the_interval_with_those_since(
         bus._failures.tell_losses()  # as the pump does, some times a second
     assert told == [3, 25]
     records = [record.getMessage() for record in caplog.records if "too slow" in record.getMessage()]
-    assert "3 of its events were dropped so far (3 overflow)" in records[0]
-    assert "28 of its events were dropped so far (28 overflow)" in records[1]
+    assert "3 of its events were dropped (3 overflow), 3 so far" in records[0]
+    assert "25 of its events were dropped (25 overflow), 28 so far" in records[1]
     assert len(records) == 2
     bus.close()
 

@@ -71,7 +71,8 @@ def test_G11_a_fork_while_another_thread_publishes_flat_out():
         """,
         options=FORKS,
     )
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
+    assert all("is too slow" in line for line in done.err.splitlines()), done.err  # a busy machine drops some
     parent = done.out[-1].split()[1]
     assert {line.split()[0] for line in done.out[:-1]} == {parent}
 
