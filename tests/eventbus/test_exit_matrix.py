@@ -83,6 +83,8 @@ SUBSCRIBERS = {
     """,
 }
 LOSES = {"stuck"}
+#: Starting the killer, ending the interpreter, and the other processes that have the machine too, in seconds.
+SLACK_S = 2.0
 EVENTS = 20
 LEFT = re.compile(r"At exit these events were not delivered: \{'it': (\d+)\}")
 
@@ -106,7 +108,7 @@ def test_G10_whatever_listens_and_however_the_script_ends(kind: str, ending: str
     assert left == (EVENTS - 5 if kind in LOSES else 0)
     assert_quiet(done, LEFT.sub("", done.err))
     if kind in LOSES:
-        assert done.took_to_end_s < 0.5 + 1.0 + 0.1  # the last: until the killer strikes
+        assert done.took_to_end_s < 0.5 + 1.0 + SLACK_S
 
 
 def assert_quiet(done: Finished, err: str) -> None:
@@ -244,7 +246,7 @@ def exit_under_load(seed: int) -> tuple[int, str]:
         wrong.append("noise")
     if done.err.count("Traceback") != {0: 0, 3: 0}.get(code, 1):
         wrong.append("tracebacks")
-    if done.took_to_end_s > 0.6 + 1.0 + 2.0:  # the last: the machine is busy with the other processes
+    if done.took_to_end_s > 0.6 + 1.0 + SLACK_S:
         wrong.append(f"took {done.took_to_end_s:.1f} s")
     return seed, f"seed {seed}, {ending}: {', '.join(wrong)}\n{done.err}" if wrong else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 import pickle
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+from eventbus import EventBus
 from eventbus.errors import EventBusError, SinkUnavailable
 from eventbus.events import FitEpochEnd
 from eventbus.sink import Sink
@@ -162,21 +164,47 @@ async def test_every_failure_is_an_error_of_the_bus(case: Case) -> None:
     await sink.aclose()
 
 
-async def test_a_pickled_copy_works_beside_the_original(case: Case) -> None:
-    """Neither files nor clients travel; the copy opens its own, and the original is not disturbed."""
+def pickled(sink: Any) -> Any:
+    return pickle.loads(pickle.dumps(sink))
+
+
+@pytest.mark.parametrize("travel", [pickled, copy.deepcopy])
+async def test_G11_a_copy_works_beside_the_original(case: Case, travel: Any) -> None:
+    """Neither files nor clients travel, whenever it is taken; it opens its own, and the original is not disturbed."""
     sink = case.sink()
-    idle = pickle.loads(pickle.dumps(sink))
+    idle = travel(sink)
     await sink.open()
     await sink.write([epoch(0)])
-    copy = pickle.loads(pickle.dumps(sink))
+    running = travel(sink)
     await sink.write([epoch(1)])
     await sink.aclose()
-    for number, other in enumerate((idle, copy), start=2):
+    closed = travel(sink)
+    for number, other in enumerate((idle, running, closed, travel(running)), start=2):
         assert repr(other) == repr(sink)
         await other.open()
         await other.write([epoch(number)])
         await other.aclose()
-    assert case.epochs() == [0, 1, 2, 3]
+    assert case.epochs() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("travel", [pickled, copy.deepcopy])
+@pytest.mark.parametrize("state", ["not started", "running", "closed"])
+async def test_G11_a_bus_with_a_sink_travels_in_any_state(case: Case, travel: Any, state: str) -> None:
+    """What arrives is stopped and writes nothing, until it is started; then it delivers to a sink of its own."""
+    bus = EventBus(run="r1")
+    bus.attach(case.sink())
+    if state != "not started":
+        await bus.__aenter__()
+        bus.publish(epoch(0))
+        await bus.aflush()
+    if state == "closed":
+        await bus.aclose()
+    twin = travel(bus)
+    twin.publish(epoch(98))
+    async with twin:
+        twin.publish(epoch(1))
+    await bus.aclose()
+    assert case.epochs() == ([1] if state == "not started" else [0, 1])
 
 
 async def test_a_forked_child_that_holds_it_harms_nothing(case: Case) -> None:
