@@ -12,6 +12,8 @@ import msgspec
 from eventbus.errors import HookTakenError
 
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+#: Stamped by the bus, each with a meaning and a type of its own.
+_TAKEN = frozenset({"seq", "time", "run", "rank", "attempt"})
 _classes: dict[str, type[Event]] = {}
 
 #: Every known hook and its event class, read-only; a user's own events join it when their class is defined.
@@ -34,6 +36,7 @@ class _EventMeta(msgspec.StructMeta):
         config |= {"frozen": True, "kw_only": True}
         if namespace.get("__qualname__") in ("Event", "UnknownEvent") and namespace["__module__"] == __name__:
             return super().__new__(mcs, name, bases, namespace, **config)
+        _check_fields(name, namespace.get("__annotations__", {}))
         hook = hook or namespace.pop("hook", None) or "on_" + _WORD_START.sub("_", name).lower()
         namespace["hook"] = hook
         if shed is not None:
@@ -43,6 +46,13 @@ class _EventMeta(msgspec.StructMeta):
         cls = super().__new__(mcs, name, bases, namespace, tag_field="hook", tag=hook, **config)
         _enter(cls, hook)  # type: ignore[arg-type]  # a class made by this metaclass is an Event
         return cls
+
+
+def _check_fields(name: str, annotations: Mapping[str, Any]) -> None:
+    """Refuse a field that would take the place of one that the bus fills in, or of what is the class's own."""
+    for field, annotation in annotations.items():
+        if field in _TAKEN or (field in ("hook", "shed") and "ClassVar" not in str(annotation)):
+            raise TypeError(f"{name}.{field} has the name of something that every event has already. Rename the field.")
 
 
 def _enter(cls: type[Event], hook: str) -> None:

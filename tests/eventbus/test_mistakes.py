@@ -199,6 +199,14 @@ def test_G15_two_classes_with_one_hook_are_an_error_naming_both() -> None:
             pass
 
 
+@pytest.mark.parametrize("field", ["seq", "time", "run", "rank", "attempt", "hook", "shed"])
+def test_G15_a_field_named_like_one_that_every_event_has_is_refused(field: str) -> None:
+    """It would be stamped over, or could not be read back."""
+    with pytest.raises(TypeError, match=rf"Clash\.{field} has the name of something .* Rename the field"):
+        type(Event)("Clash", (Event,), {"__annotations__": {field: str}, "__module__": __name__, field: "x"})
+    assert "on_clash" not in EVENTS
+
+
 def test_G15_hooks_of_ones_own_follow_the_rule() -> None:
     class GradSpikeHTTP2Seen(Event, shed=True):
         norm: float = 0.0
