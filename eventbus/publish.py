@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from operator import iadd
-from pathlib import Path
 from threading import get_ident
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING
@@ -167,6 +166,8 @@ class Publisher(ABC):
 
     def _bind_journal(self, directory: str) -> None:
         """From the beginning, and before anybody subscribes: write every event to a journal, once that is open."""
+        from pathlib import Path  # here, as the rest: most buses have none
+
         from eventbus.journal import Journal
         from eventbus.journaled_log import JournaledLog
 
