@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from eventbus import Event
+from eventbus.delivery import GRACE_S
 
 __all__ = ["EVENTS", "Action", "Echo", "Mark", "Publishing", "Scenario", "Step", "Sub", "draw"]
 
@@ -176,18 +177,20 @@ def _sub(random: Random, name: str, policies: tuple[str, ...]) -> Sub:
         "on_error": "raise" if random.random() < 0.08 and kind != "sink" else "isolate",
         "budget": random.choice((1, 3, 6)),
         "period": random.choice((1, 2, 10)),
-        "hang_s": random.choice((0.2, 0.2, math.inf)),
     }
     if kind == "inline":
         return Sub(**common)
     hanging = behaviour in HANGING
     policy = random.choice(policies)
+    timeout = random.choice((0.03, 0.1)) if hanging else 30.0
+    given_up = timeout + GRACE_S + random.uniform(-0.005, 0.02)  # about when the clock gives it up
     return Sub(
         **common,
+        hang_s=random.choice((0.2, given_up, given_up, math.inf)) if hanging else 0.2,
         overflow="spill" if policy == "durable" else policy,
         durable=policy == "durable",
         maxsize=random.choice((1, 10, 1024, 100_000)),
-        timeout=random.choice((0.03, 0.1)) if hanging else 30.0,
+        timeout=timeout,
         retries=random.choice((0, 0, 0, 1, 2)),
         block_timeout=random.choice((0.001, 0.02, 0.1)),
         max_batch=random.choice((1, 7, 1000)),

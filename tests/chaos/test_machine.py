@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hypothesis import settings
@@ -26,6 +27,7 @@ class Model:
         self.is_inline = subscription.kind == "inline"
         self.overflow = options.get("overflow", "drop_oldest")
         self.maxsize = options.get("maxsize", 1024)
+        self.durable = options.get("durable", False)
         self.every = options["every"]
         self.once = options["once"]
         self.is_open = True
@@ -33,6 +35,8 @@ class Model:
         #: The numbers of those that wait, with their hooks; of those that were handled; how many were dropped.
         self.waiting: list[tuple[int, str]] = []
         self.handled: list[int] = []
+        #: Of a durable one: what a close left for the next start.
+        self.left: list[tuple[int, str]] = []
         self.dropped = 0
         self._heard: Counter[str] = Counter()
 
@@ -79,7 +83,14 @@ class Model:
     def leave(self) -> None:
         """Close, or be closed with the bus: what waits is dropped."""
         self.dropped += len(self.waiting)
-        self.waiting.clear()
+        if self.durable and self.is_open:
+            self.left += self.waiting
+        self.waiting = []
+
+    def come_back(self) -> None:
+        """The bus starts: who is durable has what it left."""
+        self.matched += len(self.left)
+        self.waiting, self.left = self.left, []
 
 
 class BusMachine(RuleBasedStateMachine):
@@ -87,7 +98,8 @@ class BusMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bus = EventBus(run="machine", autostart=False)
+        self.directory = TemporaryDirectory(prefix="machine-")
+        self.bus = EventBus(run="machine", autostart=False, journal=self.directory.name)
         self.models: list[Model] = []
         self.count = 0
         self.runs = False
@@ -96,7 +108,8 @@ class BusMachine(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(("async", "thread", "inline")), hooks=_HOOKS, every=st.integers(1, 3), once=st.booleans(),
-        overflow=st.sampled_from(("drop_oldest", "drop_newest", "latest", "block")), maxsize=st.integers(1, 4),
+        overflow=st.sampled_from(("drop_oldest", "drop_newest", "latest", "block", "spill", "durable")),
+        maxsize=st.integers(1, 4),
     )  # fmt: skip
     def subscribe(
         self, kind: str, hooks: list[str], every: int, once: bool, overflow: str, maxsize: int
@@ -106,16 +119,19 @@ class BusMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"every": every, "once": once, "name": f"s{len(self.models)}"}
         if kind != "inline":
             options |= {"overflow": overflow, "maxsize": maxsize, "block_timeout": 0.001}
+        if kind != "inline" and overflow == "durable":  # whose conditions would be asked again at the next start
+            options |= {"overflow": "spill", "durable": True, "every": 1, "once": False}
         if kind == "thread":
             options["run_in"] = "thread"
         subscription = self.bus.subscribe(handler, *hooks, **options)
         self.models.append(Model(subscription, got, set(hooks), options))
 
-    @precondition(lambda self: any(model.is_open for model in self.models))
+    @precondition(lambda self: any(model.is_open and not model.durable for model in self.models))
     @rule(data=st.data(), hook=st.sampled_from(sorted(EVENTS)))
     def widen(self, data: st.DataObject, hook: str) -> None:
-        """Subscribe a callable again, to one more hook."""
-        model = data.draw(st.sampled_from([model for model in self.models if model.is_open]), label="model")
+        """Subscribe a callable again, to one more hook; one that is durable would hear earlier ones of it, too."""
+        open_ones = [model for model in self.models if model.is_open and not model.durable]
+        model = data.draw(st.sampled_from(open_ones), label="model")
         subscription = model.subscription
         given = {name: getattr(subscription.options, name) for name in subscription.options.given}
         assert self.bus.subscribe(subscription.fn, hook, **given) is subscription
@@ -135,8 +151,8 @@ class BusMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         done = self.bus.flush(_PATIENCE_S)
-        waits = any(model.waiting for model in self.models)
-        assert done == (self.runs or not waits)
+        if self.runs or not any(model.durable for model in self.models):  # which may have to look what it missed
+            assert done == (self.runs or not any(model.waiting for model in self.models))
         if self.runs:
             for model in self.models:
                 model.settle()
@@ -148,12 +164,15 @@ class BusMachine(RuleBasedStateMachine):
         self.bus.off(model.subscription.name if by_name else model.subscription.fn)
         model.is_open = False
         model.leave()
+        model.left = []
 
     @precondition(lambda self: not self.runs)
     @rule()
     def start(self) -> None:
         self.bus.__enter__()
         self.runs, self.refuses = True, False
+        for model in self.models:
+            model.come_back()
         self.flush()
 
     @rule()
@@ -189,6 +208,7 @@ class BusMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.bus.close(_PATIENCE_S)
+        self.directory.cleanup()
 
 
 def _async_handler(got: list[int]) -> Any:
