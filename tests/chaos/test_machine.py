@@ -90,7 +90,8 @@ class Model:
     def come_back(self) -> None:
         """The bus starts: who is durable has what it left."""
         self.matched += len(self.left)
-        self.waiting, self.left = self.left, []
+        self.waiting = self.left + self.waiting
+        self.left = []
 
 
 class BusMachine(RuleBasedStateMachine):
@@ -204,7 +205,7 @@ class BusMachine(RuleBasedStateMachine):
     @invariant()
     def everybody_got_what_was_for_them_in_order(self) -> None:
         for model in self.models:
-            assert model.got == model.handled
+            assert model.got == model.handled, (model.got, model.handled, model.subscription.stats)
 
     def teardown(self) -> None:
         self.bus.close(_PATIENCE_S)
