@@ -103,20 +103,21 @@ class SpillCursor(Cursor):
 
     def _refill(self) -> None:
         """Called by the worker: read the next events into memory."""
-        places = self._places[self._read : self._read + _CHUNK]
-        entries = [self._fetch(place) for place in places]
+        places, read = self._places, self._read
+        entries = [self._fetch(place) for place in places[read : read + _CHUNK]]
         found = [entry for entry in entries if entry is not None]
         lost = len(entries) - len(found)
         size = sum(entry.size for entry in found)
         count = len(entries)
         arrived = iter(found)
-        # Without a call, as everything that changes what others see.
-        self._queue += arrived
-        self.bytes += size
-        self._read += count
-        self.pending -= lost
-        self.dropped += lost
-        self.dropped_by["journal"] += lost
+        # Without a call, as everything that changes what others see; who closes may have dropped them meanwhile.
+        if self._places is places and self._read == read:
+            self._queue += arrived
+            self.bytes += size
+            self._read += count
+            self.pending -= lost
+            self.dropped += lost
+            self.dropped_by["journal"] += lost
         self._end_spilling()
         if lost:
             self.settled()
@@ -235,22 +236,26 @@ class DurableCursor(SpillCursor):
         until = perf_counter() + _LOOK_S
         try:
             for chunk in iter(lambda: list(islice(missed, _CHUNK)), []):
-                self._take_over(chunk)
+                self._take_over(chunk, missed)
                 if self._queue or perf_counter() > until:
                     return
         except BaseException:  # a Ctrl-C: begin again after what was taken over
-            self._missed = records(self._journal.directory, after=self._looked, before=self._before)
+            if self._missed is missed:
+                self._missed = records(self._journal.directory, after=self._looked, before=self._before)
             raise
-        self._missed = None
+        if self._missed is missed:
+            self._missed = None
         self._end_spilling()
         self.settled()  # a flush may have waited for nothing
 
-    def _take_over(self, chunk: Iterable[Record]) -> None:
+    def _take_over(self, chunk: Iterable[Record], missed: Iterator[Record]) -> None:
         for record in chunk:
             event = event_of(record)
             heard = self._admits(event)
             entry = _entry(event, 0)
             arrived, size, seq = iter((entry,)), entry.size, record.seq
+            if self._missed is not missed:  # who closes has left the rest to the next start
+                return
             if heard:
                 self.matched += 1
                 self.pending += 1

@@ -14,9 +14,19 @@ from typing import Any
 import anyio
 import pytest
 
-from eventbus import Event, EventBus, Log, SubscriberErrorEvent, SubscriptionError, journal, read_journal
+from eventbus import (
+    Event,
+    EventBus,
+    Log,
+    SubscriberErrorEvent,
+    Subscription,
+    SubscriptionError,
+    journal,
+    read_journal,
+    spill,
+)  # fmt: skip
 from eventbus.runner import Runner
-from tests.eventbus.samples import Beat, Load, Tick, assert_balanced
+from tests.eventbus.samples import Beat, Load, Tick, assert_balanced, is_balanced
 from tests.eventbus.waiting import until
 
 
@@ -505,6 +515,51 @@ def test_G17_who_publishes_while_a_bus_starts_again_is_not_raised_at_and_gets_pa
         bus.publish(Tick(n=2))
     assert not raised
     assert got == [event.n for event in read_journal(tmp_path)]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_G10_a_close_that_gives_up_while_events_are_read_from_the_journal_counts_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """The worker finds that they were dropped; what is durable comes at the next start."""
+    reading, release = threading.Event(), threading.Event()
+    got: list[int] = []
+
+    async def handle(event: Tick) -> None:
+        got.append(event.n)
+
+    def read_slowly(record: Any) -> Event:
+        if threading.current_thread().name == "trainbus-loop":
+            reading.set()
+            assert release.wait(10)
+        return event_of(record)
+
+    def make_bus() -> tuple[EventBus, Subscription]:
+        bus = EventBus(journal=tmp_path, autostart=False)
+        return bus, bus.subscribe(handle, Tick, name="s", overflow="spill", durable=durable, maxsize=1)
+
+    bus, subscription = make_bus()
+    if durable:
+        for n in range(90):
+            bus.publish(Tick(n=n))
+        bus.close()
+        bus, subscription = make_bus()
+    else:
+        for n in range(90):
+            bus.publish(Tick(n=n))
+    event_of = spill.event_of
+    monkeypatch.setattr(spill, "event_of", read_slowly)
+    bus.__enter__()
+    assert reading.wait(10)
+    bus.close(0.1)
+    release.set()
+    until(lambda: "trainbus-loop" not in {thread.name for thread in threading.enumerate()})
+    with bus:
+        assert bus.flush()
+    stats = subscription.stats
+    assert is_balanced(stats)
+    assert (stats.pending, stats.delivered) == (0, len(got))
+    assert got == (list(range(90)) if durable else [0])
 
 
 def test_mistakes_in_the_constructor_are_told_at_once() -> None:
