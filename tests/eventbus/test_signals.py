@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eventbus import Event, EventBus, track
+from eventbus.lifecycle import Plan
+from eventbus.progress import Progress
 from eventbus.signals import signals_of
 from tests.eventbus.scripts import run
 
@@ -104,6 +106,17 @@ def test_a_signal_at_an_odd_moment_is_obeyed(when: str, bus: EventBus, seen: lis
                     bus.control.pause()
     assert len(steps) == {"in the first hook": 0, "while paused": 1}.get(when, 3)
     assert end_of(seen) == INTERRUPTED
+
+
+def test_a_signal_before_the_run_begins_is_not_lost(bus: EventBus, seen: list[Any]) -> None:
+    """It came between the handler and the first event: no epoch begins."""
+    progress = Progress(bus, Plan(epochs=2))
+    progress.interrupt("signal SIGTERM")
+    with progress:
+        progress.ready()
+        assert list(progress.iterate_epochs()) == []
+    assert end_of(seen) == INTERRUPTED
+    assert [event.accepted for event in seen if event.hook == "on_control"] == [True]
 
 
 def test_two_signals_are_one_stop(bus: EventBus, seen: list[Any], former: list[int]) -> None:
