@@ -6,6 +6,7 @@ from eventbus.bus import EventBus
 from eventbus.codec import decode, encode
 from eventbus.errors import (
     AlreadyStartedError,
+    ChildError,
     DecodeError,
     EventBusError,
     HookTakenError,
@@ -95,6 +96,7 @@ __all__ = [
     "BeforeZeroGrad",
     "CheckpointFailed",
     "CheckpointLoad",
+    "ChildError",
     "CloseReport",
     "Control",
     "ControlApplied",

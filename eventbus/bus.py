@@ -77,14 +77,19 @@ class EventBus(Service):
         """Subscribe a callable of one event to hooks: names, ``*`` patterns, event classes; none = every event.
 
         A ``def`` runs inline on the publishing thread, an ``async def`` on the bus loop, a ``def`` with
-        ``run_in="thread"`` in a thread of its own. The options are those of `eventbus.Options`. Raises
-        `UnknownHookError` or `SubscriptionError` where the mistake is made.
+        ``run_in="thread"`` in a thread of its own, and either with ``run_in="process"`` in a child process, which must
+        be able to import it. The options are those of `eventbus.Options`. Raises `UnknownHookError` or
+        `SubscriptionError` where the mistake is made.
         """
         self._check_not_inert()
         return self._registry.add(fn, hooks, options)
 
     def attach(self, target: Sink | object, **options: Any) -> Subscription | Attachment:
-        """Subscribe a sink, or every method of an object that is named like a hook."""
+        """Subscribe a sink, or every method of an object that is named like a hook.
+
+        With ``run_in="process"`` a sink is opened, written and closed in a child process, and an object is pickled to
+        one child for each of its methods.
+        """
         self._check_not_inert()
         if isinstance(target, type):
             name = target.__name__

@@ -170,7 +170,9 @@ def _from_plain(cls: type, value: Any) -> Any:
 
     if issubclass(cls, PurePath):
         return cls(value)
-    raise NotImplementedError
+    if cls is object:  # any value is one
+        return value
+    raise TypeError(f"{cls.__module__}.{cls.__qualname__} cannot be read from its plain form")
 
 
 def _unknown(record: dict[str, Any]) -> UnknownEvent:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from eventbus.stats import Counters
+from eventbus.stats import Counters, Outcome
 
 if TYPE_CHECKING:
     from eventbus.breaker import Breaker
@@ -226,12 +226,12 @@ class Cursor(Counters):
         self.settled()
         return True
 
-    def settle_batch(self, batch: Sequence[Entry], outcome: Literal["delivered", "failed", "timed_out"]) -> bool:
-        """Settle what `take` and `take_more` gave."""
+    def settle_batch(self, batch: Sequence[Entry], outcome: Outcome, then: Entry | None = None) -> bool:
+        """Settle what `take` and `take_more` gave; of more that they gave, `then` is the running one now."""
         count, size = len(batch), sum(entry.size for entry in batch)
         if self.running is not batch[0]:
             return False
-        self.running = None
+        self.running = then
         if outcome == "delivered":
             self.delivered += count
         elif outcome == "failed":
@@ -243,15 +243,21 @@ class Cursor(Counters):
         self.settled()
         return True
 
-    def drop_batch(self, batch: Sequence[Entry], reason: str) -> None:
+    def drop_batch(self, batch: Sequence[Entry], reason: str, then: Entry | None = None) -> None:
         count, size = len(batch), sum(entry.size for entry in batch)
         if self.running is batch[0]:
-            self.running = None
+            self.running = then
             self.dropped += count
             self.dropped_by[reason] += count
             self.pending -= count
             self.bytes -= size
             self.settled()
+
+    def give_back(self, batch: Sequence[Entry]) -> None:
+        """Put what was taken, and not begun, back to where the next worker takes it first."""
+        newest_first = batch[::-1]
+        self.running = None
+        self._kept.extendleft(newest_first)
 
     def settled(self) -> None:
         if self.on_settled is not None:

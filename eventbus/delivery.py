@@ -1,8 +1,8 @@
 """Delivery: takes events from one subscriber's cursor, one at a time, and sees each of them settled.
 
 Here are the things all kinds of subscribers share: the clock that ends an attempt, abandoning what will not stop,
-and what an error does. `AsyncDelivery` awaits handlers on the loop; `ThreadDelivery` and `SinkDelivery` are in
-files of their own.
+and what an error does. `AsyncDelivery` awaits handlers on the loop; `ThreadDelivery`, `ProcessDelivery` and
+`SinkDelivery` are in files of their own.
 """
 
 from __future__ import annotations
@@ -131,6 +131,11 @@ class Delivery(ABC):
         self.cursor.drop_all(reason)
         self.ended = True
         self.cursor.wake()
+
+    def halt(self) -> None:
+        """Deliver nothing more, without a word to anybody: this is the copy in a forked process."""
+        self.stopping = True
+        self.generation += 1
 
     def _timeout_error(self, how: str = "") -> TimeoutError:
         return TimeoutError(f"took longer than its timeout of {self.timeout_s:g} s{how}")

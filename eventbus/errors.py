@@ -14,6 +14,7 @@
     ├── DecodeError             (ValueError)    bytes that are no event
     ├── JournalError            (RuntimeError)  a journal that cannot be used
     ├── ReplayError                             a replay that cannot begin, or go on
+    ├── ChildError                              what went wrong in, or ended, the child process of a subscriber
     ├── SinkUnavailable                         raised by a sink: keep these events, ask again later
     └── SinkGone                                raised by a sink: its receiver wants no more events
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyStartedError",
+    "ChildError",
     "DecodeError",
     "EventBusError",
     "HookTakenError",
@@ -137,6 +139,13 @@ class JournalError(EventBusError, RuntimeError):
 
 class ReplayError(EventBusError):
     """A replay whose target takes no events, or whose receiver wants no more."""
+
+
+class ChildError(EventBusError):
+    """What a subscriber with ``run_in="process"`` raised, in words; or how its process ended.
+
+    The exception itself stays in the child; its traceback comes as a note.
+    """
 
 
 class SinkUnavailable(EventBusError):  # noqa: N818  # a state of the receiver, named as sinks speak of it

@@ -11,16 +11,33 @@ from weakref import WeakSet
 if TYPE_CHECKING:
     from eventbus.service import Service
 
-__all__ = ["fork_count", "running"]
+__all__ = ["fork_count", "is_importing", "running"]
 
 #: Held weakly, so that no bus lives longer for being known here.
 running: WeakSet[Service] = WeakSet()
 _forks = 0
+_IMPORTING = -1
 
 
 def fork_count() -> int:
     """How many forks lie between this process and the one that imported the bus."""
     return _forks
+
+
+def is_importing() -> bool:
+    """Whether this is the child of a process subscriber and imports it, with what is around it."""
+    return _forks == _IMPORTING
+
+
+def begin_importing() -> None:
+    """In the child of a process subscriber: what is imported now is there already in the process it belongs to."""
+    global _forks
+    _forks = _IMPORTING
+
+
+def end_importing() -> None:
+    """Make the buses that were made by the import inert, as those from before a fork are."""
+    _forked()
 
 
 def _forked() -> None:

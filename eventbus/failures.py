@@ -122,7 +122,8 @@ class Failures:
         subscription.trouble = Trouble.after(subscription.trouble, reason(error), subscription.counters.delivered)
 
     def _tell(self, subscriber: Subscription, event: Event | None, error: BaseException) -> None:
-        hook = event.hook if event is not None else "its sink"
+        its = "its process" if subscriber.kind == "process" else "its sink"
+        hook = event.hook if event is not None else its
         level = logging.WARNING if isinstance(error, SinkUnavailable) else logging.ERROR
         brief = isinstance(error, TimeoutError | SinkUnavailable) and error.__traceback__ is None
         count = self.notices.say(

@@ -6,7 +6,7 @@ No other subscriber pays for it: cursors and hooks without a breaker do not ask 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from eventbus.breaker import Breaker
 from eventbus.cursor import BlockCursor, Cursor, LatestCursor, NewestCursor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eventbus.filters import Filter
     from eventbus.options import Kind, Options
     from eventbus.publish import Publisher
+    from eventbus.stats import Outcome
 
 __all__ = ["Guard", "GuardedHook", "guarded"]
 
@@ -77,10 +78,10 @@ class Guard(Cursor):
             self.breaker.failed()
         return super().time_out(entry)
 
-    def settle_batch(self, batch: Sequence[Entry], outcome: Literal["delivered", "failed", "timed_out"]) -> bool:
+    def settle_batch(self, batch: Sequence[Entry], outcome: Outcome, then: Entry | None = None) -> bool:
         if outcome != "delivered" and self.running is batch[0]:
             self.breaker.failed()
-        settled = super().settle_batch(batch, outcome)
+        settled = super().settle_batch(batch, outcome, then)
         if settled and outcome == "delivered":
             self.breaker.succeeded()
         return settled

@@ -33,7 +33,8 @@ class SubscriberHealth(msgspec.Struct, frozen=True, kw_only=True):
     "failing": the last event it was given failed or timed out, or its sink cannot open or take events.
     "disabled": ``on_error="disable"`` has switched it off.
     "stalled": its worker is dead; or events wait, and none was settled for longer than its limits allow: twice the
-    `timeout` and 5 s, as often as `retries` lets it try, and for a sink the 30 s after which it is asked again.
+    `timeout` and 5 s, as often as `retries` lets it try, and for a sink or a process the 30 s after which it is asked
+    or started again.
     """
 
     state: Literal["ok", "failing", "disabled", "stalled"] = "ok"
@@ -82,7 +83,7 @@ def _stalled(subscriber: Queued, bus: Service) -> SubscriberHealth | None:
 
 def _patience_s(subscriber: Queued) -> float:
     """For how long it may settle nothing; see `SubscriberHealth`."""
-    pause_s = _SINK_PAUSE_S if subscriber.kind == "sink" else 0.0
+    pause_s = _SINK_PAUSE_S if subscriber.kind in ("sink", "process") else 0.0
     return (2.0 * subscriber.timeout_s + _SLACK_S) * (1 + subscriber.options.retries) + pause_s
 
 

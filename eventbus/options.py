@@ -14,15 +14,16 @@ from eventbus.errors import SubscriptionError
 from eventbus.events import Event
 from eventbus.filters import nearest
 
-__all__ = ["Kind", "Options", "Overflow", "is_seconds", "kind_of"]
+__all__ = ["Kind", "Options", "Overflow", "is_async", "is_seconds", "kind_of"]
 
-Kind = Literal["inline", "async", "thread", "sink", "stream"]
+Kind = Literal["inline", "async", "thread", "process", "sink", "stream"]
 Overflow = Literal["drop_oldest", "drop_newest", "latest", "block", "spill"]
 
 _MIB = 1024 * 1024
 _TIMEOUT_S: Mapping[Kind, float] = {
     "async": 10.0,
     "thread": 300.0,
+    "process": 300.0,
     "sink": 60.0,
     "stream": math.inf,
     "inline": math.inf,
@@ -41,7 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | Literal["all"] | None = None
     name: str | None = None
     priority: int = 0
-    run_in: Literal["thread"] | None = None
+    run_in: Literal["thread", "process"] | None = None
     timeout: float | None = None
     maxsize: int = 1024
     max_bytes: int = 64 * _MIB
@@ -79,7 +80,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ("rank", self.rank in (None, "all") or _is_int(self.rank, 0), '"all" or a rank from 0'),
             ("name", self.name is None or _is_text(self.name), "a text"),
             ("priority", _is_int(self.priority, -(1 << 63)), "a whole number (higher runs first)"),
-            ("run_in", self.run_in in (None, "thread"), '"thread"'),
+            ("run_in", self.run_in in (None, "thread", "process"), '"thread" or "process"'),
             ("timeout", self.timeout is None or is_seconds(self.timeout), "a finite number of seconds above 0"),
             ("maxsize", _is_int(self.maxsize, 1), "a whole number of events from 1"),
             ("max_bytes", _is_int(self.max_bytes, 1), "a whole number of bytes from 1"),
@@ -127,7 +128,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 raise SubscriptionError(
                     subscriber,
                     f"is a def and runs inline, so {option}= means nothing to it",
-                    'Make it an async def, or add run_in="thread".',
+                    'Make it an async def, or add run_in="thread" or run_in="process".',
                 )
 
     def timeout_s(self, kind: Kind) -> float:
@@ -151,9 +152,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:
-    """How a callable is served, decided once: inline, on the bus loop, or in a thread."""
+    """How a callable is served, decided once: inline, on the bus loop, in a thread, or in a process."""
     _check_signature(fn, subscriber)
-    if _is_async(fn):
+    if options.run_in == "process":
+        return "process"
+    if is_async(fn):
         if options.run_in is not None:
             raise SubscriptionError(
                 subscriber,
@@ -167,7 +170,8 @@ def kind_of(fn: Callable[..., Any], options: Options, subscriber: str) -> Kind:
     return "inline"
 
 
-def _is_async(fn: Callable[..., Any]) -> bool:
+def is_async(fn: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine."""
     while hasattr(fn, "func") and not inspect.isroutine(fn):  # functools.partial
         fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
@@ -194,7 +198,7 @@ def _is_generator(fn: Callable[..., Any]) -> bool:
 
 def _is_question(when: object) -> bool:
     """Whether it can be asked about an event, and answers at once."""
-    if not callable(when) or _is_async(when) or _is_generator(when):
+    if not callable(when) or is_async(when) or _is_generator(when):
         return False
     try:
         inspect.signature(when).bind(Event())

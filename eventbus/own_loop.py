@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from eventbus.asyncio_host import AsyncioHost
 
-__all__ = ["OwnLoop", "load_loop"]
+__all__ = ["OwnLoop", "load_loop", "new_loop"]
 
 #: How long to wait before a loop that could not be made is tried again, at first and at most, in seconds.
 _PAUSE_S = 0.25
@@ -77,7 +77,7 @@ class OwnLoop:
         pause_s = _PAUSE_S
         while True:
             try:
-                return _new_loop()
+                return new_loop()
             except OSError as error:
                 again = f"tries again in {pause_s:g} s" if is_patient else "delivers nothing more"
                 logger.error("The bus cannot make a loop and %s: %s", again, error)
@@ -116,7 +116,8 @@ def load_loop() -> None:
         pass
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A loop of uvloop where that is installed, else of asyncio."""
     try:
         import uvloop
     except ImportError:

@@ -109,7 +109,7 @@ class Pump:
         """Start a worker for each new subscriber, and the jobs that other threads asked for."""
         while self._log.newcomers:
             subscriber = self._log.newcomers.popleft()
-            kind = _KINDS.get(subscriber.kind)
+            kind = _delivery_of(subscriber.kind)
             if kind is not None and subscriber not in self.deliveries:
                 if self._bus._refuses:  # it came while the bus closes
                     subscriber.cursor.end()
@@ -127,6 +127,14 @@ class Pump:
             for delivery in tuple(self.deliveries.values()):
                 look_at = min(look_at, delivery.check(now), now + delivery.timeout_s)
             await self._clock.wait(max(look_at - now, 0.001))
+
+
+def _delivery_of(kind: Kind) -> type[Delivery] | None:
+    if kind == "process":
+        from eventbus.process import ProcessDelivery  # imported by who registered it: few programs need it
+
+        return ProcessDelivery
+    return _KINDS.get(kind)
 
 
 def _ignore(held_s: float) -> None:

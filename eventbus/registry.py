@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from eventbus.events import Event
+    from eventbus.main_script import MainScript
     from eventbus.publish import Publisher
     from eventbus.stats import SubscriberStats
 
@@ -98,12 +99,15 @@ class Registry:
         label = str(given.get("name") or type(sink).__name__)
         options = Options.of(label, given, sink.options)
         _check_sink(sink, label, options)
+        kind: Kind = "sink" if options.run_in is None else "process"
+        if kind == "process":
+            _check_importable(sink, label)
         hooks = (sink.hooks,) if isinstance(sink.hooks, str) else tuple(sink.hooks)
         with self._lock:
             same = self._same(sink)
             if same is not None:
                 return self._widen(same, Filter(*hooks), options)
-            return self.enter(sink, label, "sink", Filter(*hooks), options)
+            return self.enter(sink, label, kind, Filter(*hooks), options)
 
     def add_object(self, target: object, given: Mapping[str, Any]) -> Attachment:
         """Register every method whose name is a hook; refuse a public ``on_…`` method that is none."""
@@ -130,6 +134,8 @@ class Registry:
         if kind != "inline" and self._bus._journal is None:
             options.check_journal(label)
         subscription = _make(kind, options)(self._bus, fn, label, kind, filter, options)
+        if kind == "process" and isinstance(subscription, Queued):
+            subscription.script = _prepare_process()
         number = 1
         while self._table.setdefault(subscription.name, subscription) is not subscription:
             if options.name is not None:
@@ -211,14 +217,24 @@ def _make(kind: Kind, options: Options) -> type[Subscription]:
     return InlineHook
 
 
+def _prepare_process() -> MainScript | None:
+    """Import what serves a process, here and not on the loop; say which script was started while that is known."""
+    import eventbus.process  # noqa: F401
+    from eventbus.main_script import main_script
+
+    return main_script()
+
+
 def _check_sink(sink: Sink, label: str, options: Options) -> None:
     most, gather_s = getattr(sink, "max_batch", 1), getattr(sink, "flush_interval", 0.0)
     if not isinstance(most, int) or most < 1:
         raise SubscriptionError(label, f"has max_batch = {most!r}", "It is a whole number of events from 1.")
     if not isinstance(gather_s, int | float) or not 0 <= gather_s < math.inf:
         raise SubscriptionError(label, f"has flush_interval = {gather_s!r}", "It is a number of seconds from 0.")
-    if options.run_in is not None:
-        raise SubscriptionError(label, "is a sink, which runs on the bus loop", f'Remove run_in="{options.run_in}".')
+    if options.run_in == "thread":
+        raise SubscriptionError(
+            label, "is a sink, which runs on the bus loop or in a process", 'Remove run_in="thread", or use "process".'
+        )
 
 
 def _checked(fn: Any, given: Mapping[str, Any]) -> tuple[str, Options, Kind]:
@@ -228,7 +244,16 @@ def _checked(fn: Any, given: Mapping[str, Any]) -> tuple[str, Options, Kind]:
         raise SubscriptionError(repr(fn), "cannot be called", hint)
     label = str(given.get("name") or describe_fn(fn))
     options = Options.of(label, given)
-    return label, options, kind_of(fn, options, label)
+    kind = kind_of(fn, options, label)
+    if kind == "process":
+        _check_importable(fn, label)
+    return label, options, kind
+
+
+def _check_importable(target: Any, label: str) -> None:
+    from eventbus.reference import check_importable  # here: few programs need it
+
+    check_importable(target, label)
 
 
 def _is_same(one: object, other: object) -> bool:

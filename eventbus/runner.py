@@ -72,7 +72,7 @@ class Runner:
     def start_own(self) -> None:
         """Start a loop in a thread of the bus's own; returns at once, the loop takes over what is in the log."""
         if self.own is None:
-            threads = sum(subscription.kind == "thread" for subscription in self._bus._registry.all())
+            threads = sum(subscription.kind in ("thread", "process") for subscription in self._bus._registry.all())
             own = OwnLoop(self._main, spare_threads=threads)
             if self.own is None:  # of several starters one comes first, as in the bus
                 self.own = own
@@ -116,6 +116,11 @@ class Runner:
         if self.explicit:
             raise AlreadyStartedError(self.where)
         self.explicit = True
+
+    @property
+    def is_closing(self) -> bool:
+        """Somebody waits for the end."""
+        return self._closing
 
     def is_loop_thread(self) -> bool:
         return self.host is not None and self.host.ident == get_ident()
@@ -220,8 +225,7 @@ class Runner:
         if self.pump is not None:
             self.pump.stopped = True
         for delivery in self._deliveries():
-            delivery.stopping = True
-            delivery.generation += 1
+            delivery.halt()
 
     def _deliveries(self) -> tuple[Delivery, ...]:
         return tuple(self.pump.deliveries.values()) if self.pump is not None else ()

@@ -43,6 +43,7 @@ class Service(Publisher):
     def __enter__(self) -> Self:
         """Start a loop in a thread of the bus's own."""
         self._check_not_inert()
+        self._check_not_importing()
         if self._runner is None or not self._runner.is_started:
             self._start_own(explicit=True)
         else:
@@ -57,6 +58,7 @@ class Service(Publisher):
     async def __aenter__(self) -> Self:
         """Run on the asyncio or trio loop that runs here; an automatic start is drained and moved here."""
         self._check_not_inert()
+        self._check_not_importing()
         host = current_host()
         self._complete_start()
         self._open_journal()
@@ -197,6 +199,7 @@ class Service(Publisher):
             return
         if self._runner is not None and (self._runner.is_started or self._runner.is_hosted):
             return
+        self._check_not_importing()
         self._starting = True
         try:
             self._start_own(explicit=False)
@@ -283,6 +286,13 @@ class Service(Publisher):
                 "included. Start it, as by `with bus:`, or take another EventBus."
             )
 
+    def _check_not_importing(self) -> None:
+        if exits.is_importing():
+            raise EventBusError(
+                "A bus starts while the child process of a subscriber imports this code. Put what the script does "
+                'below `if __name__ == "__main__":`; a module that is imported must start no bus.'
+            )
+
     def _check_may_wait(self, call: str, instead: str) -> None:
         if self._is_loop_thread():
             raise WouldBlockError(
@@ -317,6 +327,10 @@ class Service(Publisher):
             self._runner.halt()
         if self._journal is not None:
             self._journal.forked()
+
+    def _is_closing(self) -> bool:
+        runner = self._runner
+        return runner is None or runner.is_closing
 
     def _abandoned_threads(self) -> set[Thread]:
         for thread in tuple(self._abandoned):

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from eventbus.cursor import RESERVE, Cursor
 from eventbus.entry import Entry
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eventbus.journal import Journal
     from eventbus.options import Options
     from eventbus.segment import Record, Segment
+    from eventbus.stats import Outcome
 
 __all__ = ["DurableCursor", "SpillCursor"]
 
@@ -100,6 +101,11 @@ class SpillCursor(Cursor):
         if self.spilling and not self._queue:
             self._refill()
         return super().take_more()
+
+    def give_back(self, batch: Sequence[Entry]) -> None:
+        newest_first = batch[::-1]
+        self.running = None
+        self._queue.extendleft(newest_first)
 
     def _refill(self) -> None:
         """Called by the worker: read the next events into memory."""
@@ -300,8 +306,8 @@ class DurableCursor(SpillCursor):
     def time_out(self, entry: Entry) -> bool:
         return super().time_out(entry) and self._settle(entry)
 
-    def settle_batch(self, batch: Sequence[Entry], outcome: Literal["delivered", "failed", "timed_out"]) -> bool:
-        return super().settle_batch(batch, outcome) and self._settle(batch[-1])
+    def settle_batch(self, batch: Sequence[Entry], outcome: Outcome, then: Entry | None = None) -> bool:
+        return super().settle_batch(batch, outcome, then) and self._settle(batch[-1])
 
     def _settle(self, entry: Entry) -> bool:
         self._advance(entry.seq)
@@ -311,9 +317,9 @@ class DurableCursor(SpillCursor):
         self._give_up()
         return super().drop(entry, reason)
 
-    def drop_batch(self, batch: Sequence[Entry], reason: str) -> None:
+    def drop_batch(self, batch: Sequence[Entry], reason: str, then: Entry | None = None) -> None:
         self._give_up()
-        super().drop_batch(batch, reason)
+        super().drop_batch(batch, reason, then)
 
     def drop_all(self, reason: str) -> None:
         """Forget what waits: the journal has it, and the next start delivers it."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from time import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-__all__ = ["Counters", "Row", "SubscriberStats", "table"]
+__all__ = ["Counters", "Outcome", "Row", "SubscriberStats", "table"]
+
+#: What becomes of an event that is not dropped.
+Outcome: TypeAlias = Literal["delivered", "failed", "timed_out"]
 
 _RECENT_CALLS = 1024
 _REASONS = (

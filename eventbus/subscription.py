@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from eventbus.entry import Entry
     from eventbus.events import Event
     from eventbus.filters import Filter
+    from eventbus.main_script import MainScript
     from eventbus.options import Kind, Options
     from eventbus.publish import Publisher
     from eventbus.pulse import Trouble
@@ -41,7 +42,7 @@ class Subscription(ABC):
         self.fn = fn
         #: Unique on its bus.
         self.name = name
-        #: "inline", "async", "thread", "sink" or "stream".
+        #: "inline", "async", "thread", "process", "sink" or "stream".
         self.kind = kind
         self.filter = filter
         self.options = options
@@ -168,6 +169,8 @@ class Queued(Subscription):
         self.timeout_s = options.timeout_s(kind)
         #: The last event that the conditions were asked about; its answer may not have been acted upon.
         self._judged = 0
+        #: The script that was started, for a child process; at the end of the interpreter it is known no more.
+        self.script: MainScript | None = None
 
     @property
     def counters(self) -> Counters:

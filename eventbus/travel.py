@@ -114,10 +114,10 @@ def _twin(registration: Registration, memo: dict[int, Any]) -> Registration:
 
 
 def _why(registration: Registration, error: Exception) -> str:
+    from eventbus.reference import where_defined  # here: it is only for saying what went wrong
+
     for what, fn in ("is", registration.fn), ("has a when= that is", registration.options.when):
-        name = getattr(fn, "__qualname__", "")
-        if name.endswith("<lambda>"):
-            return f"{what} a lambda"
-        if "<locals>" in name:
-            return f"{what} defined inside of a function ({name})"
+        where = where_defined(fn)
+        if where is not None:
+            return f"{what} {where}"
     return f"does not pickle ({type(error).__name__}: {error})"

@@ -131,7 +131,7 @@ def test_G15_an_unknown_option_is_refused_with_the_nearest_one(wrong: str, hint:
     ("option", "value"),
     [
         ("every", 0), ("every", 1.5), ("every", True), ("every_s", 0), ("every_s", -1), ("when", 3), ("once", "yes"),
-        ("run", 3), ("rank", "some"), ("rank", -1), ("name", ""), ("priority", "high"), ("run_in", "process"),
+        ("run", 3), ("rank", "some"), ("rank", -1), ("name", ""), ("priority", "high"), ("run_in", "fork"),
         ("timeout", 0), ("timeout", float("inf")), ("timeout", float("nan")), ("maxsize", 0), ("maxsize", None),
         ("max_bytes", 0), ("overflow", "drop"), ("block_timeout", 0), ("retries", -1), ("durable", 1),
         ("on_error", "ignore"),
