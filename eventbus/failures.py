@@ -162,6 +162,16 @@ class Failures:
             subscriber.name, 1000 * seconds, once=True,
         )  # fmt: skip
 
+    def tell_fault(self, error: BaseException) -> None:
+        """Something of the bus's own failed."""
+        self._attempt(self._tell_fault, error)
+
+    def _tell_fault(self, error: BaseException) -> None:
+        self.notices.say(
+            logging.ERROR, f"fault {type(error).__name__}",
+            "A fault of the event bus itself, which goes on; please report it: %s", reason(error), error=error,
+        )  # fmt: skip
+
     def tell_losses(self) -> None:
         """Announce what was dropped since the last time, and what went wrong while feeding; called by the pump."""
         self._attempt(self._bus._log.tidy)

@@ -27,6 +27,8 @@ LOOK_S = 0.004
 LINGER_S = 0.1
 _BUDGET_S = 0.002
 _NOTICE_S = 0.25
+#: How long after a fault the pump goes on.
+_RESTART_S = 0.05
 _KINDS: dict[Kind, type[Delivery]] = {"async": AsyncDelivery, "thread": ThreadDelivery, "sink": SinkDelivery}
 
 
@@ -49,8 +51,8 @@ class Pump:
 
     def start(self) -> None:
         self._log.wake = self.wake
-        self.host.spawn(self._run, name="trainbus pump", on_hold=_ignore)
-        self.host.spawn(self._watch, name="trainbus clock", on_hold=_ignore)
+        self.host.spawn(lambda: self._last(self._pump), name="trainbus pump", on_hold=_ignore)
+        self.host.spawn(lambda: self._last(self._watch), name="trainbus clock", on_hold=_ignore)
 
     def wake(self) -> None:
         """Have it look now; from any thread."""
@@ -66,13 +68,18 @@ class Pump:
         self._waker.wake()
         self._clock.wake()
 
-    async def _run(self) -> None:
-        try:
-            await self._pump()
-        except BaseException as error:
-            if self.host.is_ours(error):
-                self._bus._lost_loop()
-            raise
+    async def _last(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do it until the end. A fault of ours in it is told, and ends nobody's deliveries."""
+        while not self.stopped:
+            try:
+                await work()
+            except BaseException as error:
+                if self.host.is_ours(error):
+                    self._bus._lost_loop()
+                if not isinstance(error, Exception):
+                    raise
+                self._bus._failures.tell_fault(error)
+                await self.host.sleep(_RESTART_S)
 
     async def _pump(self) -> None:
         idle_since = perf_counter()

@@ -25,6 +25,8 @@ from eventbus import (
     read_journal,
     spill,
 )  # fmt: skip
+from eventbus.delivery import Delivery
+from eventbus.log import Log as BusLog
 from eventbus.runner import Runner
 from tests.eventbus.samples import Beat, Load, Tick, assert_balanced, is_balanced
 from tests.eventbus.waiting import until
@@ -585,3 +587,39 @@ def test_closed_subscriptions_of_a_bus_that_never_starts_are_not_kept() -> None:
         bus.subscribe(handler, Beat).close()
     assert not bus._log.newcomers
     assert not bus._log.subscribers
+
+
+@pytest.mark.parametrize("part", ["feed", "check"])
+def test_a_fault_of_the_bus_itself_is_told_and_ends_nobodys_deliveries(
+    part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pump and the clock go on after an exception that nobody has thought of."""
+    whole = Delivery.check if part == "check" else BusLog.feed
+    faults = iter([ValueError("unthought of")])
+
+    def faulty(*args: Any, **given: Any) -> Any:
+        for fault in faults:
+            raise fault
+        return whole(*args, **given)
+
+    seen: list[Event] = []
+    ended = threading.Event()
+
+    async def hang(event: Event) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def take(event: Event) -> None:
+        seen.append(event)
+
+    with EventBus() as bus:
+        bus.subscribe(take)
+        bus.subscribe(hang, "on_log", timeout=0.1)
+        monkeypatch.setattr(Delivery if part == "check" else BusLog, part, faulty)
+        bus.publish(Log(step=0))
+        assert ended.wait(10)
+        assert bus.flush()
+        assert len(seen) >= 1
+    assert [r for r in caplog.records if "A fault of the event bus itself" in r.message]
