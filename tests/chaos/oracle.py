@@ -231,7 +231,7 @@ class _Verdict:
                    "journal": False,
                    "no_thread": spec.kind == "thread" and self._hanging_threads() >= _MOST_ABANDONED,
                    "unsubscribed": bool(self._book.closed or self._book.gone),
-                   "disabled": bool(self._book.gone),
+                   "disabled": bool(self._book.gone) or spec.on_error == "disable",
                    "closed": not all(life.report is None or life.report.ok for life in self._record.lives)}  # fmt: skip
         for reason, number in stats.dropped_by.items():
             if not allowed.get(reason, False):

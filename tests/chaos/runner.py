@@ -116,6 +116,7 @@ class Run:
         self._bereaved = count()
         self._published_all = threading.Event()
         self._over = threading.Event()
+        self._arrived: list[int] = []
         self._metronome = Metronome()
         #: Restarts that an actor asks the host for, each with what to set when it is done.
         self._requests: list[tuple[float, threading.Event]] = []
@@ -149,6 +150,8 @@ class Run:
     def _enter(self, handler: Any, spec: Sub, book: Book) -> Any:
         options: dict[str, Any] = {"name": spec.name, "every": spec.every, "once": spec.once, "when": book.when()}
         options["on_error"] = spec.on_error
+        if spec.on_error == "disable":
+            options |= {"disable_after": spec.disable_after, "retry_after": spec.retry_after}
         if spec.kind != "inline":
             options |= {"overflow": spec.overflow, "maxsize": spec.maxsize, "timeout": spec.timeout}
             options |= {"retries": spec.retries, "block_timeout": spec.block_timeout, "durable": spec.durable}
@@ -200,6 +203,9 @@ class Run:
             self._reach(self.scenario.close_at)
             self._close(self.scenario.close_s)
         self._join(threads)
+        if self._must_arrive():
+            self._reach_all()
+        self._look_arrived()
         self._flush_and_close()
         self._read(self.record.stats)
 
@@ -227,12 +233,40 @@ class Run:
                 await self._aclose(self.scenario.close_s)
             await anyio.sleep(0.001)
         self._join(threads)
+        until = perf_counter() + PATIENCE_S
+        while self._must_arrive() and not self._all_arrived() and perf_counter() < until:
+            await anyio.sleep(0.002)
+        self._look_arrived()
         await self._aflush_and_close()
         self._read(self.record.stats)
+
+    def _must_arrive(self) -> bool:
+        """Whether every event has to reach who is quick and has room for all, though nobody asks for that."""
+        restarts = any(action.what == "restart" for actions in self.scenario.actors for action in actions)
+        return self.scenario.quiet and self.scenario.close_at is None and not restarts and not self._may_raise()
+
+    def _all_arrived(self) -> bool:
+        return len(self._arrived) >= self.scenario.events
+
+    def _reach_all(self) -> None:
+        until = perf_counter() + PATIENCE_S
+        while not self._all_arrived() and perf_counter() < until:
+            time.sleep(0.002)
+
+    def _look_arrived(self) -> None:
+        if self._must_arrive() and not self._all_arrived():
+            self.record.faults.append(f"{len(self._arrived)} of {self.scenario.events} events arrived by themselves")
 
     def _subscribe_all(self) -> None:
         if self.scenario.witness:
             self.bus.subscribe(_witness, "chaos_*", name="witness")
+        if self.scenario.quiet:
+            arrived = self._arrived = []
+
+            async def arrive(event: Event) -> None:
+                arrived.append(event.seq)
+
+            self.bus.subscribe(arrive, "chaos_step", "chaos_mark", name="arrive", maxsize=10**6)
         for book in self.books[: len(self.scenario.subs)]:
             self.subscribe(book)
 
@@ -288,6 +322,9 @@ class Run:
 
     def _do_stats(self, action: Action) -> None:
         self.bus.stats()
+
+    def _do_health(self, action: Action) -> None:
+        self.bus.health()
 
     def _do_report(self, action: Action) -> None:
         self.bus.report()
@@ -368,7 +405,7 @@ class Run:
             for book in self.books:
                 if book.subscription is not None:
                     self._check(book.spec.name, book.subscription.read())
-            if turn % 16 == 0:
+            if turn % 16 == 0 and not self.scenario.quiet:
                 for name, stats in self.bus.stats().items():
                     self._check(name, stats)
             time.sleep(0.0005)

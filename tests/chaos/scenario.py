@@ -66,6 +66,8 @@ class Sub:
     once: bool = False
     when: str = ""
     on_error: str = "isolate"
+    disable_after: int = 5
+    retry_after: float = 30.0
     durable: bool = False
     block_timeout: float = 0.05
     #: How often it misbehaves: with each `period`-th event it sees, so many times.
@@ -110,6 +112,8 @@ class Scenario:
     witness: bool
     #: It keeps a journal, and some subscribers spill or are durable.
     journal: bool
+    #: Nobody reads `stats`, which hands events on: all of them have to arrive by themselves.
+    quiet: bool
     publishing: tuple[Publishing, ...]
     subs: tuple[Sub, ...]
     #: Subscribed only while it runs.
@@ -143,6 +147,7 @@ def draw(seed: int) -> Scenario:
         eager=random.random() < 0.4,
         witness=random.random() < 0.3,
         journal=journal,
+        quiet=random.random() < 0.5,
         publishing=publishing,
         subs=subs,
         guests=guests,
@@ -174,7 +179,9 @@ def _sub(random: Random, name: str, policies: tuple[str, ...]) -> Sub:
         "every": random.choice((1, 1, 1, 1, 3)),
         "once": random.random() < 0.05,
         "when": random.choice(("", "", "", "", "even", "raises")),
-        "on_error": "raise" if random.random() < 0.08 and kind != "sink" else "isolate",
+        "on_error": random.choices(("isolate", "disable", "raise"), (80, 14, 0 if kind == "sink" else 6))[0],
+        "disable_after": random.choice((1, 2, 3)),
+        "retry_after": random.choice((0.01, 0.1, 1.0)),
         "budget": random.choice((1, 3, 6)),
         "period": random.choice((1, 2, 10)),
     }
@@ -198,7 +205,8 @@ def _sub(random: Random, name: str, policies: tuple[str, ...]) -> Sub:
     )
 
 
-_WHATS = ("flush", "stats", "report", "describe", "subscribe", "close_sub", "off", "widen", "collect", "bury", "fork")
+_WHATS = ("flush", "stats", "health", "report", "describe", "subscribe", "close_sub", "off", "widen", "collect", "bury",
+          "fork")  # fmt: skip
 
 
 def _actions(random: Random, events: int, *, lifecycle: bool) -> tuple[Action, ...]:

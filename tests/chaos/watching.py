@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Metronome", "watched"]
 
 #: What the bus may say at level ERROR of subscribers that misbehave.
-_EXPECTED = re.compile(r"Subscriber '.*' (failed on|is too slow)|^[sg]\d: (Deliberate|Odd)|was disabled")
+_EXPECTED = re.compile(r"Subscriber '.*' (failed on|is too slow)|^[sg]\d: (Deliberate|Odd)|is disabled after")
 _BEAT_S = 0.005
 
 
