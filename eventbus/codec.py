@@ -18,7 +18,7 @@ import msgspec
 from eventbus.errors import DecodeError
 from eventbus.events import EVENTS, Event, UnknownEvent
 
-__all__ = ["decode", "encode", "pack"]
+__all__ = ["decode", "decode_unknown", "encode", "pack"]
 
 _Format: TypeAlias = Literal["json", "msgpack"]
 
@@ -142,6 +142,11 @@ def decode(data: bytes, format: _Format = "json") -> Event:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"These {len(data)} bytes are no {format} event: {error}.") from error
+
+
+def decode_unknown(data: bytes, format: _Format = "json") -> UnknownEvent:
+    """The same without looking at its class."""
+    return _unknown(_module(format).decode(data))
 
 
 class _Tag(msgspec.Struct):

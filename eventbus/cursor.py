@@ -122,10 +122,9 @@ class Cursor(Counters):
 
     def oldest(self) -> Entry | None:
         """The oldest event that is not settled."""
-        if self.running is not None:
-            return self.running
         queue = self._kept or self._queue
-        return queue[0] if queue else None
+        first = queue[0] if queue else None  # looked at first: the worker may be about to take it
+        return self.running or first
 
     def bound(self) -> None:
         """Drop what exceeds the bounds: the oldest that may be shed; beyond the reserve, the oldest of all."""

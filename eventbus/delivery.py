@@ -62,6 +62,8 @@ class Delivery(ABC):
         #: What ended the worker, although it should go on.
         self.death: str | None = None
         self.stopping = False
+        #: How many events it left to the next start by itself.
+        self.left = 0
 
     @property
     def event(self) -> Event | None:
@@ -254,6 +256,8 @@ class AsyncDelivery(Delivery):
         cursor.waiting = True
         if not (cursor.queued() or cursor.ended or self.stopping):  # looked again, now that a feeder would wake us
             await self._waker.wait()
+        else:  # it may be looking through a long journal
+            await self.host.checkpoint()
         cursor.waiting = False
         return bool(cursor.queued()) or not (cursor.ended or self.stopping)
 

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 from zlib import crc32
 
 from eventbus.bookmark import Bookmark, bookmarks_in
@@ -29,8 +30,10 @@ from eventbus.segment import (
     AMENDS,
     FIRST,
     LOW,
+    WORD,
     Record,
     Segment,
+    files_in,
     first_seq,
     number_of,
     path_of,
@@ -45,6 +48,8 @@ __all__ = ["Journal"]
 _SEGMENT_BYTES = 8 << 20
 #: How much goes nowhere while the disk takes nothing, before it is tried again.
 _NOWHERE_BYTES = 1 << 20
+#: How long closing waits for files to be made and removed, in seconds.
+_KEEPER_S = 0.3
 
 
 class Journal:
@@ -60,12 +65,13 @@ class Journal:
         self.errors: deque[tuple[str, JournalError]] = deque()
         self._segment = Segment.nowhere(0)
         self._lock: int | None = None
+        self._keeper: threading.Thread | None = None
         self._spares: deque[Segment] = deque()
         self._numbers = count(1)
         #: Since which event nothing is written, because the disk takes nothing; 0 = all is.
         self._lost_from = 0
         #: The segments on disk: the number of the first event, and the file.
-        self._segments: list[tuple[int, Path]] = []
+        self._segments: list[list[Any]] = []
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
     @property
@@ -87,25 +93,30 @@ class Journal:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.directory)
             self._mend()
-            self._segment = self._create(0)
-        except OSError as error:
+            fresh = self._create(0)
+        except BaseException as error:
             self._unlock()
+            if not isinstance(error, OSError):
+                raise
             raise JournalError(
                 self.directory, f"cannot be written ({error.strerror})", "Give a directory on a local disk."
             ) from error
         self.opened_at = self.next_seq
-        self._segments.append((self.next_seq, self._segment.path))  # type: ignore[arg-type]  # it has a file
+        fresh.begin(self.next_seq)
+        self._segments.append([self.next_seq, fresh.path])
+        self._lost_from = 0
+        self._segment = fresh
         self._start_keeper()
 
     def _mend(self) -> None:
         last = 0
-        for path in self.directory.glob("[0-9]*.events"):
+        for path in files_in(self.directory):
             seq, torn = repair(path)
             last = max(last, seq)
             if torn:
                 logger.warning("Journal %s: %d torn bytes were cut off behind event %d.", path, torn, seq)
         paths = segments_in(self.directory)
-        self._segments = [(first_seq(path), path) for path in paths]
+        self._segments = [[first_seq(path), path] for path in paths]
         self._numbers = count(max(map(number_of, paths), default=0) + 1)
         self.next_seq = max([self.next_seq, last + 1, *(seq + 1 for seq in bookmarks_in(self.directory).values())])
 
@@ -113,13 +124,12 @@ class Journal:
         """Give back what was reserved, and the directory. Later events are numbered and go nowhere."""
         if not self.is_open:
             return
-        self._jobs.put(None)
-        last, self._segment = self._segment, Segment.nowhere(0)
+        self._stop_keeper()
+        nowhere = Segment.nowhere(0)
+        last, self._segment = self._segment, nowhere
+        if self._lost_from:
+            self._tell("gap", f"lacks the events {self._lost_from} to {self.next_seq - 1}", "The disk took no more.")
         _quietly(last.seal)
-        for spare in (*self._spares, *((last,) if last.end == FIRST else ())):
-            if spare.path is not None:
-                _quietly(spare.path.unlink)
-        self._spares = deque()  # a new one: the keeper may be about to fill the old one
         self._unlock()
 
     def _unlock(self) -> None:
@@ -159,8 +169,9 @@ class Journal:
                 self.next_seq = seq + 1
                 segment.end = end
                 segment.view[payload] = data
-                segment.words[at + 1] = flags | seq
-                segment.words[at] = ((check ^ seq) & LOW) << 32 | size
+                tag = flags | seq
+                segment.words[at + 1] = tag
+                segment.words[at] = ((check ^ tag ^ tag >> 32) & LOW) << 32 | size
                 draft[-1] = seq
                 draft[PLACE] = segment.base and segment.base | at
                 buffer += item
@@ -176,7 +187,7 @@ class Journal:
 
     def amend(self, seq: int, data: bytes) -> int:
         """Write an event again, now that its numbers have left the GPU; returns its place, 0 when it has none."""
-        size, check, need = len(data), crc32(data), (len(data) + 23) >> 3
+        size, check, need, tag = len(data), crc32(data), (len(data) + 23) >> 3, AMENDS | seq
         while True:
             segment = self._segment
             at = segment.end
@@ -188,21 +199,27 @@ class Journal:
             if segment is self._segment and segment.end == at:
                 segment.end = end
                 segment.view[payload] = data
-                segment.words[at + 1] = AMENDS | seq
-                segment.words[at] = ((check ^ seq) & LOW) << 32 | size
+                segment.words[at + 1] = tag
+                segment.words[at] = ((check ^ tag ^ tag >> 32) & LOW) << 32 | size
                 return segment.base and segment.base | at
 
     def _roll(self, full: Segment, need: int) -> None:
         """Go on in a new segment. Of several threads that come here one puts its own in place, nobody waits."""
         fresh = self._next_segment(need)
+        place: list[Any] = [0, fresh.path]
+        item = iter((place,) if fresh.path is not None else ())
+        # Without a call, a loop or a new container, as in `append`.
         if self._segment is full:
+            seq = self.next_seq
+            fresh.words[2] = seq
+            fresh.words[3] = seq ^ WORD
+            place[0] = seq
             self._segment = fresh
+            self._segments += item
         else:
             if fresh.path is not None:
                 self._spares.append(fresh)
             return
-        if fresh.path is not None:
-            self._segments.append((self.next_seq, fresh.path))
         if full.path is not None:
             self._jobs.put(partial(_quietly, full.seal))
         if fresh.path is not None:
@@ -210,9 +227,9 @@ class Journal:
 
     def _next_segment(self, need: int) -> Segment:
         """A segment with room for so many words: the prepared one, a new one, or one that goes nowhere."""
-        nowhere = Segment.nowhere(max(_NOWHERE_BYTES, (need + FIRST) << 3))
+        nowhere_bytes = max(_NOWHERE_BYTES, (need + FIRST) << 3)
         if not self.is_open:
-            return nowhere
+            return Segment.nowhere(nowhere_bytes)
         try:
             fresh = self._spares.popleft() if self._spares else self._create(need)
             if fresh.limit < FIRST + need:
@@ -227,7 +244,7 @@ class Journal:
                     "full", f"takes no more ({error.strerror}): events from {self.next_seq} on are not in it",
                     "They are again once there is space.",
                 )  # fmt: skip
-            return nowhere
+            return Segment.nowhere(nowhere_bytes)
         if self._lost_from:
             lost, self._lost_from = self._lost_from, 0
             self._tell("gap", f"lacks the events {lost} to {self.next_seq - 1}", "It goes on now.")
@@ -256,27 +273,28 @@ class Journal:
             opened = Segment.reopen(path_of(self.directory, place >> 32))
         return opened.read(place & LOW), opened
 
+    def complain(self, problem: str) -> None:
+        """Have the log tell what went wrong with a file of the journal, and will be tried again."""
+        self._tell(problem, problem, "It is tried again.")
+
     def bookmark(self, name: str, seq: int) -> Bookmark:
         """Where a durable subscriber is; one that is new is at `seq`."""
         return Bookmark.open(self.directory, name, seq)
 
     # ----------------------------------------------------------------------------------------------------- keeping
 
-    def release(self, needed: set[int]) -> None:
-        """Remove the segments that every durable subscriber is past, up to one with a place that is `needed`."""
-        if len(self._segments) > 1:
-            self._jobs.put(partial(_quietly, partial(self._remove, {place >> 32 for place in needed})))
+    def release(self, up_to: int) -> None:
+        """Remove the segments that every durable subscriber is past, of those whose last event is not after this."""
+        if len(self._segments) > 1 and self.is_open:
+            self._jobs.put(partial(_quietly, partial(self._remove, up_to)))
 
-    def _remove(self, needed: set[int]) -> None:
+    def _remove(self, up_to: int) -> None:
         bookmarks = bookmarks_in(self.directory)
         if not bookmarks:  # nobody is past anything
             return
-        done = min(bookmarks.values())
+        done = min(up_to, *bookmarks.values())
         while len(self._segments) > 1 and self._segments[1][0] <= done + 1:
-            path = self._segments[0][1]
-            if number_of(path) in needed:
-                return
-            path.unlink(missing_ok=True)
+            self._segments[0][1].unlink(missing_ok=True)
             del self._segments[0]
 
     def _prepare(self, spares: deque[Segment]) -> None:
@@ -287,10 +305,21 @@ class Journal:
     def _start_keeper(self) -> None:
         self._jobs = SimpleQueue()
         self._jobs.put(partial(_quietly, partial(self._prepare, self._spares)))
+        self._keeper = threading.Thread(target=_keep, args=(self._jobs,), name="trainbus-journal", daemon=True)
         try:
-            threading.Thread(target=_keep, args=(self._jobs,), name="trainbus-journal", daemon=True).start()
+            self._keeper.start()
         except RuntimeError:  # the interpreter exits: segments are made when they are needed, and mended by the next
-            pass
+            self._keeper = None
+
+    def _stop_keeper(self) -> None:
+        """Have it end, so that nobody writes to the directory when the journal is closed; not on a disk that hangs."""
+        self._jobs.put(None)
+        if self._keeper is not None:
+            self._keeper.join(_KEEPER_S)
+        self._spares, spares = deque(), self._spares  # a new one: it may be about to fill the old one
+        for spare in spares:
+            if spare.path is not None:
+                _quietly(spare.path.unlink)
 
 
 def _keep(jobs: SimpleQueue[Callable[[], object] | None]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from eventbus.durable import DurableCursor
 from eventbus.log import Log
-from eventbus.spill import DurableCursor, SpillCursor
+from eventbus.spill import SpillCursor
 
 if TYPE_CHECKING:
     from eventbus.entry import Entry
@@ -30,11 +31,13 @@ class JournaledLog(Log):
     def tidy(self) -> None:
         """Move the bookmarks of those for whom nothing waits, and remove what everybody is past."""
         self._journal.retry()
-        while self._journal.errors:
-            self.errors.append(self._journal.errors.popleft())
         handed = self.handed  # read first: what is handed on from now on may wait
         cursors = [s.cursor for s in (*self.subscribers, *self.leaving) if isinstance(s.cursor, SpillCursor)]
         for cursor in cursors:
             if isinstance(cursor, DurableCursor):
                 cursor.rest(handed)
-        self._journal.release({cursor.oldest_place() for cursor in cursors})
+        self._journal.release(min([handed, *(cursor.read_up_to() for cursor in cursors)]))
+        waits = any(isinstance(cursor, DurableCursor) and cursor.waits for cursor in cursors)
+        self.is_restless = waits or bool(self._journal.lost_from)
+        while self._journal.errors:
+            self.errors.append(self._journal.errors.popleft())

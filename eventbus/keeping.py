@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from eventbus.durable import DurableCursor
 from eventbus.events import TERMINAL
 from eventbus.guard import Guard
-from eventbus.spill import DurableCursor, SpillCursor
+from eventbus.spill import SpillCursor
 
 if TYPE_CHECKING:
     from eventbus.cursor import Cursor

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eventbus.marks import Flush
     from eventbus.subscription import Queued
 
-__all__ = ["HANDOFF", "Log", "Mark", "hears_rank"]
+__all__ = ["ABOUT", "HANDOFF", "Log", "Mark", "hears_rank"]
 
 #: How many events the hand-off buffer takes before publishers help to empty it.
 HANDOFF = 20_000
@@ -35,7 +35,7 @@ _WINDOW = 512
 _HELPING = 64
 _GIVE_WAY_S = 0.0002
 _DEVICE_WAIT_S = 10.0
-_ABOUT = frozenset({SubscriberErrorEvent, SubscriberDisabled, EventsDropped})
+ABOUT = frozenset({SubscriberErrorEvent, SubscriberDisabled, EventsDropped})
 
 
 class Stretch:
@@ -82,6 +82,8 @@ class Log:
         #: What went wrong while feeding: who or what, and the error; told by the pump, since a feeder must not log.
         self.errors: deque[tuple[Queued | str, BaseException]] = deque()
         self.flushes: list[Flush] = []
+        #: A disk has refused something, and is to be tried again even if nothing is published.
+        self.is_restless = False
         #: The last event that was handed on.
         self.handed = 0
 
@@ -224,7 +226,7 @@ class Log:
     def _distribute(self, entries: list[Entry]) -> None:
         if entries:
             stretch = Stretch(entries)
-            about_us = not stretch.kinds.isdisjoint(_ABOUT)
+            about_us = not stretch.kinds.isdisjoint(ABOUT)
             for channel in self._channels:
                 channel.feed(stretch, about_us=about_us)
             self.handed = entries[-1].seq
@@ -292,7 +294,7 @@ class Channel:
         size = stretch.size if batch is stretch.entries else sum(entry.size for entry in batch)
         for subscriber in self._subscribers:
             if about_us:
-                told = [e for e in batch if e.kind not in _ABOUT or e.event.subscriber != subscriber.name]  # type: ignore[attr-defined]
+                told = [e for e in batch if e.kind not in ABOUT or e.event.subscriber != subscriber.name]  # type: ignore[attr-defined]
                 subscriber.feed(told, sum(entry.size for entry in told))
             else:
                 subscriber.feed(batch, size)

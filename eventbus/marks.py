@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from eventbus.filters import Filter
     from eventbus.subscription import Queued
 
-__all__ = ["Attach", "Detach", "Flush", "Widen"]
+__all__ = ["Attach", "Detach", "Flush", "Spent", "Widen"]
 
 
 class Attach(Mark):
@@ -52,6 +52,16 @@ class Detach(Mark):
         self._log.detach(self._subscriber)
         self._subscriber.cursor.drop_all(self._reason)
         self._subscriber.cursor.end()
+
+
+class Spent(Mark):
+    """A subscriber with ``once=True`` has got its event from what it missed."""
+
+    def __init__(self, subscriber: Queued) -> None:
+        self._subscriber = subscriber
+
+    def reached(self, seq: int) -> None:
+        self._subscriber._bus._spent(self._subscriber)
 
 
 class Flush(Mark):

@@ -22,7 +22,8 @@ def cursor_for(options: Options, journal: Journal | None, admits: Callable[[Even
     kind: type[Cursor] = _KINDS.get(options.overflow, Cursor)
     about: tuple[Any, ...] = ()
     if journal is not None and options.overflow == "spill":
-        from eventbus.spill import DurableCursor, SpillCursor
+        from eventbus.durable import DurableCursor
+        from eventbus.spill import SpillCursor
 
         kind, about = (DurableCursor, (journal, admits)) if options.durable else (SpillCursor, (journal,))
     if options.on_error == "disable":

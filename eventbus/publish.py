@@ -24,7 +24,7 @@ from eventbus.marks import Detach
 from eventbus.redaction import Redaction
 from eventbus.registry import Registry
 from eventbus.route import Route
-from eventbus.snapshot import COPIES, NOTE, Draft, Snapshot, known_draft
+from eventbus.snapshot import COPIES, EVENT, NOTE, PLACE, Draft, Snapshot, known_draft
 from eventbus.subscription import Queued, Subscription
 
 if TYPE_CHECKING:
@@ -153,16 +153,23 @@ class Publisher(ABC):
     def _record(self, snapshot: Snapshot, draft: Draft, buffer: deque[Draft]) -> None:
         """Write the event to the journal as its subscribers will see it, and put it into the buffer of the log."""
         assert self._journal is not None  # noqa: S101
-        if draft[COPIES] is None:
-            data = snapshot.record(draft, self._run, self._rank, self._attempt)
-            draft.append(0)  # room for its number
-            self._journal.append(draft, data, buffer)
-        else:
-            draft[NOTE] = draft[NOTE] or Note(get_ident())
-            draft[NOTE].is_partial = True
-            draft.append(0)
-            data = snapshot.record(known_draft(draft), self._run, self._rank, self._attempt)
-            self._journal.append(draft, data, buffer, PARTIAL)
+        draft.append(0)  # room for its number
+        flags = 0
+        try:
+            if draft[COPIES] is None:
+                data = snapshot.record(draft, self._run, self._rank, self._attempt)
+            else:
+                draft[NOTE] = draft[NOTE] or Note(get_ident())
+                draft[NOTE].is_partial = True
+                flags = PARTIAL
+                data = snapshot.record(known_draft(draft), self._run, self._rank, self._attempt)
+        except Exception as error:  # noqa: BLE001  # one odd event must not raise into the training
+            self._log.errors.append((draft[EVENT].hook, error))
+            self._journal.number(draft, buffer)
+            return
+        self._journal.append(draft, data, buffer, flags)
+        if not draft[PLACE]:
+            self._not_recorded()
 
     def _bind_journal(self, directory: str) -> None:
         """From the beginning, and before anybody subscribes: write every event to a journal, once that is open."""
@@ -252,7 +259,7 @@ class Publisher(ABC):
             once=True,
         )  # fmt: skip
 
-    def _close_subscription(self, subscription: Subscription, reason: str) -> None:
+    def _close_subscription(self, subscription: Subscription, reason: str, *, forget: bool = True) -> None:
         if subscription.is_closed:
             return
         subscription.is_closed = True
@@ -261,7 +268,8 @@ class Publisher(ABC):
         self._registry.remove(subscription)
         self._reroute()
         if isinstance(subscription, Queued):
-            subscription.cursor.forget()
+            if forget:
+                subscription.cursor.forget()
             self._log.mark(Detach(self._log, subscription, reason))
         self._failures.part(subscription)
 
@@ -282,6 +290,10 @@ class Publisher(ABC):
     @abstractmethod
     def _ensure_started(self) -> None:
         """Start a loop of our own, unless there is one or it is not wanted."""
+
+    @abstractmethod
+    def _not_recorded(self) -> None:
+        """The disk did not take an event: have that told."""
 
     @abstractmethod
     def _is_served(self) -> bool:

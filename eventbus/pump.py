@@ -29,6 +29,8 @@ _BUDGET_S = 0.002
 _NOTICE_S = 0.25
 #: How long after a fault the pump goes on.
 _RESTART_S = 0.05
+#: How often it wakes by itself to try what a disk refused.
+_RETRY_S = 1.0
 _KINDS: dict[Kind, type[Delivery]] = {"async": AsyncDelivery, "thread": ThreadDelivery, "sink": SinkDelivery}
 
 
@@ -110,7 +112,7 @@ class Pump:
         if len(self._log) or self.jobs or self.stopped:
             self._log.asleep = False
         else:
-            await self._waker.wait()
+            await self._waker.wait(_RETRY_S if self._log.is_restless else None)
 
     def _serve(self) -> None:
         """Start a worker for each new subscriber, and the jobs that other threads asked for."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from eventbus.codec import decode
+from eventbus.codec import decode, decode_unknown
 from eventbus.entry import PARTIAL
-from eventbus.errors import JournalError
+from eventbus.errors import DecodeError, JournalError
 from eventbus.event import Event
 from eventbus.segment import AMENDS, Record, first_seq, scan, segments_in
 
@@ -30,8 +30,12 @@ def read_journal(directory: str | PathLike[str], *, after: int = 0) -> Iterator[
 
 
 def event_of(record: Record) -> Event:
-    """The event with its number."""
-    return replace(decode(record.data, "msgpack"), seq=record.seq)
+    """The event with its number; one that does not fit its class, which has changed since, as an `UnknownEvent`."""
+    try:
+        event = decode(record.data, "msgpack")
+    except DecodeError:
+        event = decode_unknown(record.data, "msgpack")
+    return replace(event, seq=record.seq)
 
 
 def records(directory: Path, *, after: int, before: int | None = None) -> Iterator[Record]:
@@ -62,4 +66,4 @@ class _Amendments:
             if path is None:
                 return partial
             self._found |= {record.seq: record for record in scan(path) if record.flags & AMENDS}
-        return self._found[partial.seq]
+        return self._found.pop(partial.seq)

@@ -203,7 +203,7 @@ class Registry:
             fn.__qualname__ == getattr(former.fn, "__qualname__", None)
         ):
             logger.info("Subscriber %r is defined again and replaces the former one.", label)
-            former.close()
+            self._bus._close_subscription(former, "unsubscribed", forget=False)
 
 
 def _make(kind: Kind, options: Options) -> type[Subscription]:

@@ -246,6 +246,7 @@ class Runner:
             self._log.lose_devices()
             self._log.catch_up(0.1)
         left = {s.name: s.cursor.pending for s in self._log.served() if s.cursor.pending}
+        left |= {delivery.name: delivery.left for delivery in self._deliveries() if delivery.left}
         for delivery in self._deliveries():
             if not delivery.ended:
                 delivery.cut(reason)

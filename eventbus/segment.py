@@ -5,19 +5,22 @@ but gives up the GIL, and beside a busy thread a publisher gets it back only mil
 
 ::
 
-    file    b"trainbus", version (u64), records, zeros up to the size that was reserved
-    record  crc32 of the payload ^ seq (u32) << 32 | size of the payload in bytes (u32)
+    file    b"trainbus", version (u32, twice), the number of the first event (u64), its complement (u64),
+            records, zeros up to the size that was reserved
+    record  crc32 of the payload ^ both halves of the second word (u32) << 32 | size of the payload in bytes (u32)
             flags (2 bits) << 62 | seq (62 bits)
             payload: the event as msgpack, filled up to a multiple of 8 bytes
 
-The first word of a record is stored last, so a process that is killed leaves it whole or not there. The checksum is
-for what a power failure leaves: any part of what was in the page cache.
+The first word of a record is stored last, so a process that is killed leaves it whole or not there. The checksums are
+for what a power failure leaves: any part of what was in the page cache. The number of the first event stands in the
+head since the first record may be one that amends an event of an earlier segment.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,19 +29,22 @@ from zlib import crc32
 from eventbus.errors import JournalError
 
 __all__ = [
-    "AMENDS", "FIRST", "LOW",  "Record", "Segment", "first_seq", "path_of", "repair", "scan", "segments_in",
+    "AMENDS", "FIRST", "LOW", "WORD", "Record", "Segment", "files_in", "first_seq", "path_of", "repair", "scan",
+    "segments_in",
 ]  # fmt: skip
 
 #: A flag of a record: the same event once more, with the numbers that were still on a GPU; see also `PARTIAL`.
 AMENDS = 1 << 63
 LOW = (1 << 32) - 1
+WORD = (1 << 64) - 1
 _SEQ = (1 << 62) - 1
-_MAGIC = b"trainbus" + (1).to_bytes(8, "little")
-#: Where the first record begins, in words of 8 bytes.
-FIRST = len(_MAGIC) >> 3
+_VERSION = (1).to_bytes(4, "little") * 2  # twice, so that a damaged one is not taken for another
+_MAGIC = b"trainbus" + _VERSION
+#: Where the first record begins, in words of 8 bytes: behind the head.
+FIRST = 4
 _SUFFIX = ".events"
-#: How much of a segment is read to find its first event, as a rule.
-_HEAD_BYTES = 4096
+_SOMETHING = re.compile(rb"[^\0]")
+_ZEROS = bytes(1 << 16)
 
 
 class Record(NamedTuple):
@@ -94,6 +100,11 @@ class Segment:
         with path.open("rb") as file:
             return cls(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), path)
 
+    def begin(self, seq: int) -> None:
+        """From this event on they are written here."""
+        self.words[2] = seq
+        self.words[3] = seq ^ WORD
+
     def read(self, at: int) -> Record:
         """The record that begins at this word."""
         size, tag = self.words[at] & LOW, self.words[at + 1]
@@ -116,27 +127,38 @@ def number_of(path: Path) -> int:
     return int(path.stem)
 
 
+def files_in(directory: Path) -> list[Path]:
+    """The files of all segments, also of those that are prepared, in no order."""
+    return [path for path in directory.glob(f"[0-9]*{_SUFFIX}") if path.stem.isdecimal()]
+
+
 def segments_in(directory: Path) -> list[Path]:
-    """The segments of a journal in the order of their events; those without an event are left out."""
-    found = []
-    for path in directory.glob(f"[0-9]*{_SUFFIX}"):
-        first = first_seq(path)
-        if first:
-            found.append((first, path))
-    return [path for _, path in sorted(found)]
+    """The segments of a journal in the order of their events; those that are only prepared are left out."""
+    found = [(first, not _is_empty(path), path) for path in files_in(directory) if (first := first_seq(path))]
+    return [path for _, _, path in sorted(found)]
 
 
 def first_seq(path: Path) -> int:
-    """The number of the first event in a segment; 0 = it holds none."""
+    """From which event on they are in this segment; 0 = nothing is yet."""
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(FIRST << 3)
     except FileNotFoundError:
         return 0
-    if not head.startswith(_MAGIC):
-        return 0
-    first = next(_records(head[len(_MAGIC) :], FIRST), None) or next(scan(path), None)
-    return first.seq if first is not None else 0
+    first, complement = int.from_bytes(head[16:24], "little"), int.from_bytes(head[24:32], "little")
+    if head.startswith(_MAGIC) and (first == complement ^ WORD or not (first or complement)):
+        return first
+    return next((record.seq for record in scan(path) if not record.flags & AMENDS), 0)
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether it begins without a record: one that was passed over has the same first event as the next one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(FIRST << 3)
+            return not file.read(8).strip(b"\0")
+    except FileNotFoundError:
+        return True
 
 
 def repair(path: Path) -> tuple[int, int]:
@@ -144,16 +166,20 @@ def repair(path: Path) -> tuple[int, int]:
 
     A segment without an event is removed. The zeros that were reserved for further events are not torn.
     """
-    end, last = FIRST, 0
+    end, last = FIRST, first_seq(path) - 1
+    events = 0
     for record in scan(path):
-        end, last = record.end, max(last, record.seq)
-    torn = path.read_bytes()[end << 3 :].rstrip(b"\0")
-    if last:
-        if path.stat().st_size > end << 3:
+        end, last, events = record.end, max(last, record.seq), events + 1
+    data = path.read_bytes()
+    torn = len(data[end << 3 :].rstrip(b"\0")) if _skip_zeros(data, end << 3) < len(data) else 0
+    if not data.startswith(_MAGIC[:8]) and _skip_zeros(data, 0) < len(data):  # of another kind, or its head is torn
+        return last, 0
+    if events:
+        if len(data) > end << 3:
             os.truncate(path, end << 3)
     else:
         path.unlink()
-    return last, len(torn)
+    return last, torn
 
 
 def scan(path: Path, start: int = FIRST) -> Iterator[Record]:
@@ -163,15 +189,14 @@ def scan(path: Path, start: int = FIRST) -> Iterator[Record]:
     """
     try:
         with path.open("rb") as file:
-            magic = file.read(len(_MAGIC))
+            head = file.read(len(_MAGIC))
             file.seek(start << 3)
             data = file.read()
     except FileNotFoundError:  # removed meanwhile: everybody is past it
         return
-    if magic == _MAGIC:
-        yield from _records(data, start)
-    elif magic.startswith(_MAGIC[:8]):
+    if head[:8] == _MAGIC[:8] and head[8:12] == head[12:16] and head[8:] != _VERSION:
         raise JournalError(path, "was written by another version of trainbus", "Read it with that version.")
+    yield from _records(data, start)
 
 
 def _records(data: bytes, offset: int) -> Iterator[Record]:
@@ -185,12 +210,16 @@ def _records(data: bytes, offset: int) -> Iterator[Record]:
             at = record.end - offset
         elif words[at]:
             at += 1
-        else:  # nothing was written here: look where there is something, with one C call
-            rest = data[at << 3 :]
-            something = rest.lstrip(b"\0")
-            if not something:
-                return
-            at += (len(rest) - len(something)) >> 3
+        else:  # nothing was written here: look where there is something
+            at = _skip_zeros(data, at << 3) >> 3
+
+
+def _skip_zeros(data: bytes, start: int) -> int:
+    """Where the first byte that is not 0 is; most of a segment is zeros, and comparing blocks of them is fast."""
+    while data[start : start + len(_ZEROS)] == _ZEROS:
+        start += len(_ZEROS)
+    something = _SOMETHING.search(data, start)
+    return something.start() if something is not None else len(data)
 
 
 def _record(data: bytes, words: memoryview, at: int, offset: int) -> Record | None:
@@ -201,7 +230,7 @@ def _record(data: bytes, words: memoryview, at: int, offset: int) -> Record | No
         return None
     start = (at + 2) << 3
     payload = data[start : start + size]
-    if (crc32(payload) ^ seq) & LOW != head >> 32:
+    if (crc32(payload) ^ tag ^ tag >> 32) & LOW != head >> 32:
         return None
     return Record(seq, tag & ~_SEQ, payload, offset + end)
 

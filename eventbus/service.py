@@ -187,6 +187,10 @@ class Service(Publisher):
             raise due
         in_flight.add_note(f"a subscriber failed meanwhile: {type(due).__name__}: {due}")
 
+    def _not_recorded(self) -> None:
+        if self._runner is None:  # else the pump tells
+            self._failures.tell_losses()
+
     def _is_served(self) -> bool:
         return self._runner is not None or not self._autostart
 
@@ -252,6 +256,7 @@ class Service(Publisher):
         if self._journal is not None:
             self._log.tidy()
             self._journal.close()
+            self._log.tidy()
 
     def _exit_begin(self) -> None:
         if self._runner is not None:

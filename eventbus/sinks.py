@@ -80,7 +80,9 @@ class SinkDelivery(Delivery):
             self._opened = True
         while not self.stopping and await self._gather():
             batch = self._take()
-            if batch and (self._opened or await self._open_for(batch)):
+            if not batch:  # it may be looking through a long journal
+                await self.host.checkpoint()
+            elif self._opened or await self._open_for(batch):
                 await self._write(batch)
         if self._opened:
             await self._late_is_over()
@@ -162,7 +164,7 @@ class SinkDelivery(Delivery):
 
     async def _open_for(self, batch: list[Entry]) -> bool:
         self._opened = await self._open()
-        if not self._opened:
+        if not self._opened and not self._leave(batch):
             self.cursor.settle_batch(batch, "failed")
         return self._opened
 
@@ -218,7 +220,18 @@ class SinkDelivery(Delivery):
             await self._waker.wait(left_s)
             self.cursor.waiting = False
 
+    def _leave(self, batch: list[Entry]) -> bool:
+        """Leave what a durable sink could not take to the next start; False for any other."""
+        if not self.subscriber.options.durable or self.subscriber.is_closed:
+            return False
+        self.left = self.cursor.pending
+        self.cursor.drop_batch(batch, "closed")
+        self.cursor.drop_all("closed")
+        return True
+
     def _give_up(self, batch: list[Entry], error: BaseException) -> None:
+        if isinstance(error, SinkUnavailable) and self._leave(batch):
+            return
         self.bus._failures.owe(self.subscriber, batch[0], error)
         if self.cursor.settle_batch(batch, "failed"):
             self.bus._failures.told(self.subscriber, batch[-1], error)

@@ -9,7 +9,8 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from eventbus.conditions import Conditions
-from eventbus.log import hears_rank
+from eventbus.log import ABOUT, hears_rank
+from eventbus.marks import Spent
 from eventbus.policy import cursor_for
 from eventbus.pulse import Pulse
 from eventbus.stats import Counters
@@ -205,9 +206,17 @@ class Queued(Subscription):
             return False
         if not hears_rank(self.options.rank, event.rank, event.hook):
             return False
+        if getattr(event, "subscriber", None) == self.name and type(event) in ABOUT:
+            return False
+        conditions = self.conditions
         try:
-            return self.conditions is None or self.conditions.admit(event)
-        except Exception as error:  # noqa: BLE001  # a foreign predicate
+            admitted = conditions is None or conditions.admit(event)
+            if admitted and conditions is not None and conditions.spent:
+                self._bus._log.mark(Spent(self))
+            return admitted
+        except BaseException as error:  # a foreign predicate
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                raise  # a real one: this event is judged again
             self.cursor.misread()
             self._bus._log.errors.append((self, error))
             return False

@@ -34,7 +34,18 @@ STATE = {
     ("eventbus/exits.py", "_forks"),
 }
 # Calls at module level whose result is no place to keep state.
-STATELESS = {"attrgetter", "compile", "float", "frozenset", "getLogger", "int", "itemgetter", "object", "tuple"}
+STATELESS = {
+    "attrgetter",
+    "bytes",
+    "compile",
+    "float",
+    "frozenset",
+    "getLogger",
+    "int",
+    "itemgetter",
+    "object",
+    "tuple",
+}
 MUTABLE_CLASSES = {"Condition", "Counter", "Event", "Lock", "OrderedDict", "Queue", "RLock", "Semaphore", "SimpleQueue"}
 MUTABLE_CLASSES |= {"Thread", "ThreadPoolExecutor", "WeakKeyDictionary", "WeakSet", "WeakValueDictionary"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
