@@ -42,9 +42,10 @@ class Bookmark:
         """One aligned store: whoever kills the process leaves the old number or the new one."""
         self._words[0] = seq
 
-    def forget(self) -> None:
-        """Nobody comes back to it."""
-        self.path.unlink(missing_ok=True)
+    @staticmethod
+    def forget(directory: Path, name: str) -> None:
+        """Remove the bookmark of this subscriber, if there is one: nobody comes back to it."""
+        _path(directory, name).unlink(missing_ok=True)
 
 
 def bookmarks_in(directory: Path) -> dict[str, int]:

@@ -78,6 +78,8 @@ class DurableCursor(SpillCursor):
         except OSError as error:
             self._journal.complain(f"cannot keep the place of subscriber {self.options.name!r} ({error.strerror})")
             return
+        if self._is_forgotten:  # meanwhile
+            self.forget()
         self._look_from(max(self._bookmark.seq, self._looked))
         self.waits = False
         self.hurry()
@@ -164,8 +166,9 @@ class DurableCursor(SpillCursor):
 
     def forget(self) -> None:
         self._is_forgotten = True
-        if self._bookmark is not None:
-            self._bookmark.forget()
+        if self._bookmark is not None or self._journal.is_open:  # else it is of the bus that this one is a copy of
+            assert self.options.name is not None  # noqa: S101
+            self._journal.forget(self.options.name)
 
     def _advance(self, seq: int) -> None:
         if self._bookmark is not None and seq > self._bookmark.seq:

@@ -281,6 +281,10 @@ class Journal:
         """Where a durable subscriber is; one that is new is at `seq`."""
         return Bookmark.open(self.directory, name, seq)
 
+    def forget(self, name: str) -> None:
+        """A durable subscriber does not come back."""
+        _quietly(partial(Bookmark.forget, self.directory, name))
+
     # ----------------------------------------------------------------------------------------------------- keeping
 
     def release(self, up_to: int) -> None:
