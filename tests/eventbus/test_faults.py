@@ -550,7 +550,7 @@ def test_G10_a_close_that_gives_up_while_events_are_read_from_the_journal_counts
         for n in range(90):
             bus.publish(Tick(n=n))
     event_of = spill.event_of
-    monkeypatch.setattr(spill, "event_of", read_slowly)
+    monkeypatch.setattr("eventbus.durable.event_of" if durable else "eventbus.spill.event_of", read_slowly)
     bus.__enter__()
     assert reading.wait(10)
     bus.close(0.1)
