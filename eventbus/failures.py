@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from time import localtime, strftime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from eventbus import handling
 from eventbus.delivery import Delivery
@@ -18,7 +18,7 @@ from eventbus.notices import Notices, log, reason
 from eventbus.pulse import Trouble
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from eventbus.entry import Entry
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from eventbus.subscription import InlineHook, Queued, Subscription
 
 __all__ = ["ABOUT_US", "Failures"]
+
+_T = TypeVar("_T")
 
 #: What the bus tells about itself.
 ABOUT_US = (SubscriberErrorEvent, SubscriberDisabled, EventsDropped)
@@ -184,9 +186,7 @@ class Failures:
             self.tell_drops(subscription, last=True)
 
     def _tell_losses(self) -> None:
-        errors = self._bus._log.errors
-        while errors:
-            who, error = errors.popleft()
+        for who, error in _drained(self._bus._log.errors):
             name = who if isinstance(who, str) else who.name
             self.notices.say(logging.ERROR, f"feed {name}", "%s: %s", name, reason(error), error=error)
             if not isinstance(who, str):  # its `when` raised
@@ -195,8 +195,7 @@ class Failures:
         for subscriber in self._bus._log.subscribers:
             if subscriber.cursor.dropped > subscriber.drops_told_count:
                 self.tell_drops(subscriber)
-        for _ in range(len(self.parted)):
-            parted = self.parted.popleft()
+        for parted in list(_drained(self.parted)):
             is_over = parted.is_over  # asked first: what is dropped later is told later
             self.tell_drops(parted, last=True)
             if not is_over:
@@ -206,7 +205,7 @@ class Failures:
         """A subscription was closed: what is dropped for it is announced without waiting for the next interval."""
         self.parted.append(subscription)
         if self._bus._log.is_unserved():
-            self.tell_losses()
+            self._attempt(self._tell_losses)
 
     def tell_drops(self, subscription: Subscription, *, last: bool = False) -> None:
         """Announce what was dropped of a subscriber since the last time, once per interval; now, if it is the last."""
@@ -269,6 +268,15 @@ def _is_intruding(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _drained(queue: deque[_T]) -> Iterator[_T]:
+    """What is there now; of several threads that ask, each item goes to one."""
+    for _ in range(len(queue)):
+        try:
+            yield queue.popleft()
+        except IndexError:
+            return
 
 
 def _level(dropped: Iterable[str]) -> int:

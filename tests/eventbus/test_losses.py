@@ -272,3 +272,23 @@ def test_G12_a_subscription_closed_from_a_predicate_is_told_later_and_not_by_the
     assert feeding
     assert not any(feeding)
     assert len(said(caplog)) == 1
+
+
+def test_G13_subscriptions_closed_by_many_threads_are_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    """On a bus that nobody serves, who closes also tells."""
+    bus = EventBus(autostart=False)
+    subscribers = [bus.subscribe(lambda event: None, Tick, name=f"s{n}", run_in="thread") for n in range(200)]
+    bus.publish(Tick())
+
+    def close_some(start: int) -> None:
+        for subscriber in subscribers[start::4]:
+            subscriber.close()
+
+    threads = [threading.Thread(target=close_some, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bus.close()
+    assert len([r for r in caplog.records if "(1 unsubscribed)" in r.getMessage()]) == 200
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
