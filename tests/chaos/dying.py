@@ -22,6 +22,8 @@ from tests.chaos.scenario import Step
 __all__ = ["Tally"]
 
 _WORDS = 16
+#: The word that says that the main thread publishes no more.
+_OVER = 15
 
 
 class Tally:
@@ -31,6 +33,17 @@ class Tally:
         with path.open("a+b") as file:
             file.truncate(_WORDS * 8)
             self.words = memoryview(mmap.mmap(file.fileno(), _WORDS * 8)).cast("Q")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the main thread publishes no more: it may end at any moment."""
+        return bool(self.words[_OVER])
+
+    def end(self) -> None:
+        self.words[_OVER] = 1
+
+    def count(self) -> int:
+        return sum(self.words[:_OVER])
 
 
 class Notes:
@@ -143,11 +156,13 @@ def main() -> None:
     directory, life, plan = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     bus = EventBus(run="lives", journal=directory / "journal")
     subscribe(bus, directory, life, plan["durable"])
-    publishing = Publishing(bus, Tally(directory / f"returned-{life}"), plan)
+    tally = Tally(directory / f"returned-{life}")
+    publishing = Publishing(bus, tally, plan)
     signal.signal(signal.SIGINT, publishing.strike)
     os.write(1, b"ready\n")
     threads = publishing.start()
     publishing.publish(0)
+    tally.end()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for thread in threads:
         thread.join()

@@ -85,11 +85,11 @@ def _run(directory: Path, life: Life) -> list[str]:
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()  # it is ready
-    while process.poll() is None and sum(tally.words) < life.threads * life.count:
-        if life.ending == "kill" and sum(tally.words) >= life.at:
+    while process.poll() is None and tally.count() < life.threads * life.count:
+        if life.ending == "kill" and tally.count() >= life.at:
             process.send_signal(signal.SIGKILL)
             break
-        if life.ending == "sigint":
+        if life.ending == "sigint" and not tally.is_over:
             process.send_signal(signal.SIGINT)
         time.sleep(0.0005)
     if life.ending == "kill":

@@ -161,6 +161,8 @@ class _Verdict:
             return
         if self._spec.durable and self._later.dropped_by.get("closed"):
             return  # what a start had in hand comes again at the next
+        if self._may_have_died():
+            return  # an event that a child began, and could not say so, is sent again
         last, times = 0, 0
         attempts = self._spec.retries + 1
         batches = self._spec.kind == "sink"
@@ -216,7 +218,7 @@ class _Verdict:
         if self._spec.durable:  # the last start delivered what a close had left, as far as it came
             last = self._record.lives[-1].report
             excused += (last.left.get(self._spec.name, 0) if last else 0) - self._later.dropped_by.get("closed", 0)
-        if self._spec.kind == "sink":
+        if self._spec.kind in ("sink", "process"):
             excused += self._later.failed + self._later.timed_out
         if len(missing) > excused:
             yield f"it never got {len(missing)} events, of which {excused} are accounted for: {missing[:5]}"
@@ -237,6 +239,11 @@ class _Verdict:
             if not allowed.get(reason, False):
                 yield f"{number} events were dropped for reason {reason!r}"
 
+    def _may_have_died(self) -> bool:
+        """Whether a child of it may have been killed, or ended by itself."""
+        dies = self._record.kills or self._spec.behaviour in ("dies", *HANGING)
+        return self._spec.kind == "process" and bool(dies or len(self._record.lives) > 1)
+
     def _hanging_threads(self) -> int:
         books = self._record.books
         return sum(b.spec.budget for b in books if b.spec.kind == "thread" and b.spec.behaviour in HANGING)
@@ -244,14 +251,16 @@ class _Verdict:
     def _as_it_counted_itself(self) -> Iterator[str]:
         stats, later = self._stats, self._later
         returned = len(self._book.returned)
-        if later.delivered > returned:
+        if later.delivered > returned and self._spec.kind != "process":
             yield f"delivered {later.delivered}, but its handler returned {returned} times"
         if later.late_ok and self._spec.behaviour not in HANGING:
             yield f"{later.late_ok} were late, though it never hangs"
         if len(self._record.lives) == 1 and (stats.delivered, stats.failed) != (later.delivered, later.failed):
             yield f"what was settled was settled again: {stats}, then {later}"
-        if later.timed_out and self._spec.behaviour not in HANGING:
+        if later.timed_out and self._spec.behaviour not in HANGING and not self._may_have_died():
             yield f"{later.timed_out} timed out, though it never hangs"
+        if self._may_have_died():
+            return
         if self._spec.behaviour in HANGING and (later.timed_out or later.retried):
             return  # a call that was late may have returned after all
         if any(later.dropped_by.get(reason, 0) for reason in _ENDED):

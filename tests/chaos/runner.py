@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import anyio
 
 from eventbus import CloseReport, Event, EventBus, SubscriberStats, read_journal
+from tests.chaos.children import children, read_back
 from tests.chaos.scenario import EVENTS, Action, Publishing, Scenario, Sub
 from tests.chaos.subscribers import RAISED, Book, handler_of
 from tests.chaos.watching import Metronome, watched
@@ -71,6 +72,8 @@ class Record:
     #: What is wrong already.
     faults: list[str] = field(default_factory=list)
     flushed: bool | None = None
+    #: How many children were killed from outside.
+    kills: int = 0
     #: What the journal holds in the end, by number.
     journal: list[tuple[int, Any]] = field(default_factory=list)
     took_s: float = 0.0
@@ -88,7 +91,7 @@ def run(scenario: Scenario) -> Record:
             run.play()
         record = run.record
         if scenario.journal:
-            record.journal = [(event.seq, event) for event in read_journal(directory)]
+            record.journal = [(event.seq, event) for event in read_journal(Path(directory) / "journal")]
         bus = weakref.ref(run.bus)
         run.forget()
         del run
@@ -106,7 +109,8 @@ class Run:
     def __init__(self, scenario: Scenario, directory: Path) -> None:
         self.scenario = scenario
         self.release = threading.Event()
-        journal = directory if scenario.journal else None
+        self._directory = directory
+        journal = directory / "journal" if scenario.journal else None
         self.bus = EventBus(run=f"chaos-{scenario.seed}", exit_timeout=1.0, journal=journal)
         specs = (*scenario.subs, *scenario.guests)
         self.books = [Book(spec, 1000 + i) for i, spec in enumerate(specs)]
@@ -136,6 +140,10 @@ class Run:
         finally:
             self.record.publications.append(Publication(who, n, hook, began, perf_counter(), raised))
 
+    def notes_of(self, spec: Sub) -> Path:
+        """Where the children of a subscriber write down what they see."""
+        return self._directory / f"notes-{spec.name}"
+
     def subscribe(self, book: Book) -> None:
         """Subscribe it, or subscribe it to all its hooks if it is already."""
         began = perf_counter()
@@ -157,8 +165,8 @@ class Run:
             options |= {"retries": spec.retries, "block_timeout": spec.block_timeout, "durable": spec.durable}
         if spec.kind == "sink":
             return self.bus.attach(handler, **options)
-        if spec.kind == "thread":
-            options["run_in"] = "thread"
+        if spec.kind in ("thread", "process"):
+            options["run_in"] = spec.kind
         return self.bus.subscribe(handler, *spec.hooks, **options)
 
     def close_book(self, book: Book) -> None:
@@ -384,6 +392,20 @@ class Run:
         self.bus.__enter__()
         self.record.lives[-1].opened = perf_counter()
 
+    def _do_kill_child(self, action: Action) -> None:
+        for child in children()[:1]:
+            self.record.kills += 1
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+    def _do_stop_child(self, action: Action) -> None:
+        """Stop a child for a while; when it ends meanwhile, its parent has not waited for it yet."""
+        for child in children()[:1]:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGSTOP)
+                time.sleep(action.seconds)
+                os.kill(child, signal.SIGCONT)
+
     def _do_fork(self, action: Action) -> None:
         """Fork a child that uses the bus in every way, and see it end."""
         with warnings.catch_warnings():
@@ -483,6 +505,12 @@ class Run:
         if self.scenario.journal or any(p.ended > self.record.lives[0].closing for p in self.record.publications):
             self._drain()
         self._read(self.record.later)
+        while children() and perf_counter() < until:
+            time.sleep(0.005)
+        if children():
+            self.record.faults.append(f"child processes were left: {children()}")
+        for book in self.books:
+            read_back(book, self.notes_of(book.spec))
 
     def _drain(self) -> None:
         """Settle what waits for the next start: what was published while the bus closed, and what is durable."""

@@ -43,11 +43,13 @@ _THREAD = ("fast", "fast", "slow", "raises", "exits", "odd", "hangs", "burns", "
 _SINK = ("fast", "fast", "slow", "raises", "odd", "unavailable", "gone", "hangs", "slow_open", "fails_open",
          "hangs_open", "burns")  # fmt: skip
 _INLINE = ("fast", "raises", "publishes", "leaves", "invites", "burns")
-BEHAVIOURS = {"async": _ASYNC, "thread": _THREAD, "sink": _SINK, "inline": _INLINE}
+_PROCESS = ("fast", "fast", "slow", "raises", "exits", "hangs", "dies", "stops")
+BEHAVIOURS = {"async": _ASYNC, "thread": _THREAD, "sink": _SINK, "inline": _INLINE, "process": _PROCESS}
+_KINDS = ("async", "async", "async", "thread", "thread", "sink", "inline")
 _LOSSY = ("drop_oldest", "drop_newest", "latest")
 _LOSSLESS = ("spill", "spill", "durable", "durable")
 #: Those that outlive a timeout on purpose, and get a short one.
-HANGING = frozenset({"hangs", "stubborn", "hangs_open"})
+HANGING = frozenset({"hangs", "stubborn", "hangs_open", "stops"})
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,14 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     random = Random(seed)
     flood, journal = random.random() < 0.08, random.random() < 0.3
+    kinds = _KINDS + ("process",) * 3 if random.random() < 0.12 and not flood else _KINDS
     publishing = tuple(_publishing(random, flood=flood) for _ in range(random.choice((1, 1, 2, 3, 4, 8))))
     events = sum(p.count for p in publishing)
     policies = _LOSSY * 2 + _LOSSLESS * journal
     if not flood:  # in which each event would wait for room
         policies += ("block",)
-    subs = tuple(_sub(random, f"s{i}", policies) for i in range(random.randint(1, 9)))
-    guests = tuple(_sub(random, f"g{i}", policies) for i in range(4))
+    subs = tuple(_sub(random, f"s{i}", kinds, policies) for i in range(random.randint(1, 9)))
+    guests = tuple(_sub(random, f"g{i}", kinds, policies) for i in range(4))
     return Scenario(
         seed=seed,
         host=random.choice(HOSTS),
@@ -168,8 +171,8 @@ def _publishing(random: Random, *, flood: bool) -> Publishing:
     )
 
 
-def _sub(random: Random, name: str, policies: tuple[str, ...]) -> Sub:
-    kind = random.choice(("async", "async", "async", "thread", "thread", "sink", "inline"))
+def _sub(random: Random, name: str, kinds: tuple[str, ...], policies: tuple[str, ...]) -> Sub:
+    kind = random.choice(kinds)
     behaviour = random.choice(BEHAVIOURS[kind])
     common = {
         "name": name,
@@ -206,7 +209,7 @@ def _sub(random: Random, name: str, policies: tuple[str, ...]) -> Sub:
 
 
 _WHATS = ("flush", "stats", "health", "report", "describe", "subscribe", "close_sub", "off", "widen", "collect", "bury",
-          "fork")  # fmt: skip
+          "fork", "kill_child", "stop_child")  # fmt: skip
 
 
 def _actions(random: Random, events: int, *, lifecycle: bool) -> tuple[Action, ...]:

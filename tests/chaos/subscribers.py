@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from eventbus import Event, SinkGone, SinkUnavailable
+from tests.chaos.children import ChildHandler
 from tests.chaos.scenario import HANGING
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ def handler_of(book: Book, run: Run) -> Any:
     """The callable or the sink to subscribe."""
     if book.spec.kind == "sink":
         return ChaosSink(book, run)
+    if book.spec.kind == "process":
+        spec = book.spec
+        return ChildHandler(run.notes_of(spec), spec.behaviour, spec.budget, spec.period, spec.hang_s)
     return _async_handler(book, run) if book.spec.kind == "async" else _plain_handler(book, run)
 
 
