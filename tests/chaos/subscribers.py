@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from eventbus import Event, SinkGone, SinkUnavailable
+from eventbus import ChildError, Event, SinkGone, SinkUnavailable
 from tests.chaos.children import ChildHandler
 from tests.chaos.scenario import HANGING
 
@@ -37,7 +37,7 @@ class Odd(BaseException):
 
 
 #: What a subscriber with ``on_error="raise"`` may have raised in a publish or a close.
-RAISED = (Deliberate, Odd, SystemExit, TimeoutError, asyncio.CancelledError)
+RAISED = (Deliberate, Odd, SystemExit, TimeoutError, asyncio.CancelledError, ChildError)
 
 
 class Book:
