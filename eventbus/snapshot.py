@@ -71,7 +71,9 @@ class Snapshot:
         kind = "stamped.hook" if cls is UnknownEvent else "KIND"
         source = _draft_source(self._kept, hints) + self._stamp_source(hints) + self._admit_source(hints, kind)
         source += self._record_source(hints)
-        exec("\n".join(source), scope)  # noqa: S102  # made of field names only, which are identifiers
+        # Compiled first: to run a text makes CPython forget, at exit, that the script ended by Ctrl-C (its exit code).
+        code = compile("\n".join(source), f"<snapshot of {cls.__qualname__}>", "exec")
+        exec(code, scope)  # noqa: S102  # made of field names only, which are identifiers
         self.draft, self.stamp, self.admit, self.record = (scope[f] for f in ("draft", "stamp", "admit", "record"))
 
     def stamp_lazily(self, draft: Draft, run: str, rank: int, attempt: int) -> Event:

@@ -173,6 +173,24 @@ def test_G10_sys_exit_in_a_hook_ends_the_script(where: str) -> None:
     assert done.out == ["got 0", "got 1"]
 
 
+def test_G10_a_first_event_in_the_exit_hook_leaves_the_exit_code_of_ctrl_c_alone() -> None:
+    """What is worked out once per event class is worked out there, and CPython still knows how the script ended."""
+    done = run("""
+        bus = EventBus()
+
+        @bus.on()
+        async def it(event):
+            say("got", event.hook)
+            if event.hook == "on_log":
+                await asyncio.sleep(0.1)
+                bus.publish(TrainEnd(epoch=0, step=0))
+
+        bus.publish(Log(step=0))
+        raise KeyboardInterrupt
+    """)
+    assert (done.code, done.out) == (-signal.SIGINT, ["got on_log", "got on_train_end"])
+
+
 def test_G10_ctrl_c_while_the_exit_hook_delivers() -> None:
     """Somebody who cannot wait presses it again: the process ends, at once and without a crash."""
     done = run("""
