@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chatter", "Job", "Lines", "Notebook", "Worker", "await_it", "count_chatter", "do", "do_slowly", "hang_awaiting",
-    "note", "pids", "seen",
+    "note", "pids", "say_step", "seen",
 ]  # fmt: skip
 
 
@@ -38,6 +38,11 @@ def note(path: str, *words: object) -> None:
     """Append a line, in one piece."""
     with open(path, "ab", buffering=0) as file:
         file.write((" ".join(map(str, words)) + "\n").encode())
+
+
+def say_step(event: Any) -> None:
+    """Say it on the standard output that the child has from its parent."""
+    os.write(1, f"got {event.step}\n".encode())
 
 
 def do(event: Job) -> None:

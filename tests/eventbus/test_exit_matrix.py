@@ -60,6 +60,10 @@ SUBSCRIBERS = {
             time.sleep(0.001)
             say("got", event.step)
     """,
+    "process": """
+        from tests.eventbus.served import say_step
+        bus.subscribe(say_step, "on_log", run_in="process", name="it")
+    """,
     "JSONL": """
         from sinks.jsonl import JSONLSink
         bus.attach(JSONLSink("/dev/stdout", hooks=["on_log"]), name="it")
