@@ -172,6 +172,7 @@ def test_G4_after_retry_after_the_next_event_is_the_trial_and_success_switches_i
         subject.publish(*ticks(3, 5))
         assert numbers(subject.got) == [5, 6, 7]
         assert subject.state == "ok"
+        until(lambda: messages(caplog, "'bad' works again"))
         subject.broken = True
         subject.publish(*ticks(2, 8))
         assert subject.state == "failing", "it counts from 0 again"

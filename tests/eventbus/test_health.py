@@ -285,6 +285,21 @@ def test_G4_an_idle_one_is_ok_for_ever(clock: Clock) -> None:
         assert health(bus).state == "ok"
 
 
+def test_G4_an_event_from_long_ago_is_no_stall(clock: Clock, gate: threading.Event) -> None:
+    """Replayed events bring their own times; that of the subscriber begins when it was last seen idle."""
+    with EventBus() as bus:
+        bus.subscribe(lambda event: gate.wait(30), Tick, name="it", run_in="thread", timeout=10.0)
+        clock.move(1e6)
+        assert health(bus).state == "ok"
+        bus.publish(Tick(time=1.0))
+        assert bus.stats()["it"].pending == 1
+        clock.move(24.0)
+        assert health(bus).state == "ok"
+        clock.move(2.0)
+        assert health(bus).state == "stalled"
+        gate.set()
+
+
 def test_G13_health_lists_what_is_open() -> None:
     bus = EventBus()
     subscription = bus.subscribe(lambda event: None, Tick, name="it")

@@ -252,7 +252,10 @@ def test_G12_a_subscription_closed_from_a_predicate_is_told_later_and_not_by_the
 
     async def handler(event: Tick) -> None: ...
 
-    victim = bus.subscribe(handler, Tick, name="it")
+    victim = bus.subscribe(handler, Tick, name="it", maxsize=1)
+    for _ in range(3):
+        bus.publish(Tick())
+    assert bus.stats()["it"].dropped == 2
     log = logging.getLogger("eventbus")
     log.addHandler(handled := Handler())
     try:
