@@ -125,6 +125,8 @@ class Run:
         #: Restarts that an actor asks the host for, each with what to set when it is done.
         self._requests: list[tuple[float, threading.Event]] = []
         self._held: list[tuple[float, float]] = []
+        #: What other tests of this process left behind.
+        self._others = ({*_our_threads()}, {*children()})
 
     # ------------------------------------------------------------------------------------------- what others call
 
@@ -496,7 +498,8 @@ class Run:
         self._over.set()
         self._join([self._reader])
         until = perf_counter() + PATIENCE_S
-        while (left := _our_threads()) and perf_counter() < until:
+        former_threads, former_children = self._others
+        while (left := {*_our_threads()} - former_threads) and perf_counter() < until:
             time.sleep(0.001)
         if left:
             stacks = "\n".join(_stack(thread) for thread in left)
@@ -505,10 +508,10 @@ class Run:
         if self.scenario.journal or any(p.ended > self.record.lives[0].closing for p in self.record.publications):
             self._drain()
         self._read(self.record.later)
-        while children() and perf_counter() < until:
+        while (alive := {*children()} - former_children) and perf_counter() < until:
             time.sleep(0.005)
-        if children():
-            self.record.faults.append(f"child processes were left: {children()}")
+        if alive:
+            self.record.faults.append(f"child processes were left: {alive}")
         for book in self.books:
             read_back(book, self.notes_of(book.spec))
 
