@@ -12,14 +12,17 @@ import pytest
 
 from tests.eventbus.scripts import Finished, run
 
+#: Where the tests run in the background of a shell, SIGINT is ignored from the start.
+OBEY = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 #: How a script ends, and with which exit code.
 ENDINGS = {
     "normal end": ("pass", 0),
     "sys.exit": ("sys.exit(3)", 3),
     "exception": ("raise LookupError('the model')", 1),
-    "Ctrl-C from itself": ("os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)", -signal.SIGINT),
+    "Ctrl-C from itself": (OBEY + "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)", -signal.SIGINT),
     "Ctrl-C from outside": (
-        """
+        OBEY
+        + dedent("""
         import subprocess
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.05; kill -INT {os.getpid()}"])
         try:
@@ -27,7 +30,7 @@ ENDINGS = {
                 time.sleep(0.001)
         finally:
             killer.wait()
-        """,
+        """),
         -signal.SIGINT,
     ),
 }
@@ -208,6 +211,7 @@ def test_G10_ctrl_c_while_the_exit_hook_delivers() -> None:
 
         bus.publish(Log(step=0))
         bus.flush(0.05)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"]).returncode = 0  # nobody waits for it
         ends()
     """)
