@@ -30,6 +30,7 @@ from eventbus.segment import (
     AMENDS,
     FIRST,
     LOW,
+    PRIME,
     WORD,
     Record,
     Segment,
@@ -171,7 +172,7 @@ class Journal:
                 segment.view[payload] = data
                 tag = flags | seq
                 segment.words[at + 1] = tag
-                segment.words[at] = ((check ^ tag ^ tag >> 32) & LOW) << 32 | size
+                segment.words[at] = (check ^ tag % PRIME) << 32 | size
                 draft[-1] = seq
                 draft[PLACE] = segment.base and segment.base | at
                 buffer += item
@@ -200,7 +201,7 @@ class Journal:
                 segment.end = end
                 segment.view[payload] = data
                 segment.words[at + 1] = tag
-                segment.words[at] = ((check ^ tag ^ tag >> 32) & LOW) << 32 | size
+                segment.words[at] = (check ^ tag % PRIME) << 32 | size
                 return segment.base and segment.base | at
 
     def _roll(self, full: Segment, need: int) -> None:

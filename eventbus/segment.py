@@ -5,9 +5,9 @@ but gives up the GIL, and beside a busy thread a publisher gets it back only mil
 
 ::
 
-    file    b"trainbus", version (u32, twice), the number of the first event (u64), its complement (u64),
+    file    b"trainbus", version (u32), its complement (u32), the number of the first event (u64), its complement (u64),
             records, zeros up to the size that was reserved
-    record  crc32 of the payload ^ both halves of the second word (u32) << 32 | size of the payload in bytes (u32)
+    record  crc32 of the payload ^ the second word modulo `PRIME` (u32) << 32 | size of the payload in bytes (u32)
             flags (2 bits) << 62 | seq (62 bits)
             payload: the event as msgpack, filled up to a multiple of 8 bytes
 
@@ -29,16 +29,18 @@ from zlib import crc32
 from eventbus.errors import JournalError
 
 __all__ = [
-    "AMENDS", "FIRST", "LOW", "WORD", "Record", "Segment", "files_in", "first_seq", "path_of", "repair", "scan",
-    "segments_in",
+    "AMENDS", "FIRST", "LOW", "PRIME", "WORD", "Record", "Segment", "files_in", "first_seq", "path_of", "repair",
+    "scan", "segments_in",
 ]  # fmt: skip
 
 #: A flag of a record: the same event once more, with the numbers that were still on a GPU; see also `PARTIAL`.
 AMENDS = 1 << 63
 LOW = (1 << 32) - 1
 WORD = (1 << 64) - 1
+#: Modulo this, any two words that differ in a bit differ.
+PRIME = (1 << 32) - 5
 _SEQ = (1 << 62) - 1
-_VERSION = (1).to_bytes(4, "little") * 2  # twice, so that a damaged one is not taken for another
+_VERSION = (1).to_bytes(4, "little") + (1 ^ LOW).to_bytes(4, "little")  # so that a damaged one is not taken for another
 _MAGIC = b"trainbus" + _VERSION
 #: Where the first record begins, in words of 8 bytes: behind the head.
 FIRST = 4
@@ -194,7 +196,8 @@ def scan(path: Path, start: int = FIRST) -> Iterator[Record]:
             data = file.read()
     except FileNotFoundError:  # removed meanwhile: everybody is past it
         return
-    if head[:8] == _MAGIC[:8] and head[8:12] == head[12:16] and head[8:] != _VERSION:
+    version, complement = int.from_bytes(head[8:12], "little"), int.from_bytes(head[12:16], "little")
+    if head[:8] == _MAGIC[:8] and version == complement ^ LOW and head[8:] != _VERSION:
         raise JournalError(path, "was written by another version of trainbus", "Read it with that version.")
     yield from _records(data, start)
 
@@ -230,7 +233,7 @@ def _record(data: bytes, words: memoryview, at: int, offset: int) -> Record | No
         return None
     start = (at + 2) << 3
     payload = data[start : start + size]
-    if (crc32(payload) ^ tag ^ tag >> 32) & LOW != head >> 32:
+    if crc32(payload) ^ tag % PRIME != head >> 32:
         return None
     return Record(seq, tag & ~_SEQ, payload, offset + end)
 

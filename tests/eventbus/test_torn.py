@@ -32,6 +32,7 @@ def memory() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eventbus.journal._SEGMENT_BYTES", SEGMENT)
+    monkeypatch.setattr("eventbus.journal.Journal._start_keeper", lambda _: None)  # no thread for each of thousands
 
 
 def written(directory: Path, count: int) -> list[Event]:
@@ -146,7 +147,7 @@ def test_G17_a_journal_of_another_version_is_refused_and_the_directory_stays_fre
     written(tmp_path, 3)
     (path,) = segments_in(tmp_path / "left")
     data = path.read_bytes()
-    path.write_bytes(data[:8] + (2).to_bytes(4, "little") * 2 + data[16:])
+    path.write_bytes(data[:8] + b"\x02\0\0\0\xfd\xff\xff\xff" + data[16:])
     for _ in range(2):
         with pytest.raises(JournalError, match="was written by another version of trainbus"):
             EventBus(journal=tmp_path / "left")
