@@ -61,6 +61,8 @@ def _numbers(record: Record) -> Iterator[str]:
 def _flushed(record: Record) -> Iterator[str]:
     """After a flush that was complete nothing is left, unless it was published meanwhile."""
     life = record.lives[0]
+    if record.flushed is False and record.scenario.is_benign:
+        yield "a flush was not complete, though nobody holds up anything"
     if record.flushed and len(record.lives) == 1 and life.report is not None and record.scenario.close_at is None:
         late = any(p.ended > life.closing for p in record.publications)
         if life.report.left and not late and not any(b.spec.behaviour == "publishes" for b in record.books):
@@ -215,9 +217,11 @@ class _Verdict:
         must = [p for p in self._admitted(self._certain) if not (fails and p.n % 5 == 0)]
         missing = [(p.who, p.n) for p in must if (p.who, p.n) not in seen]
         excused = self._later.dropped
-        if self._spec.durable:  # the last start delivered what a close had left, as far as it came
+        if self._spec.durable:  # the last start delivered what a close had left, if it came to its end
             last = self._record.lives[-1].report
-            excused += (last.left.get(self._spec.name, 0) if last else 0) - self._later.dropped_by.get("closed", 0)
+            if last is None or not last.ok:
+                return
+            excused -= self._later.dropped_by.get("closed", 0)
         if self._spec.kind in ("sink", "process"):
             excused += self._later.failed + self._later.timed_out
         if len(missing) > excused:
@@ -280,9 +284,11 @@ class _Verdict:
 
     def _sink_calls(self) -> Iterator[str]:
         """Every `open` that succeeded has one `aclose`, after the last `write`."""
+        if "overlap" in self._book.io and len(self._record.lives) == 1:
+            yield "a write began while another one ran"
         if self._spec.kind != "sink" or any(life.report is None or not life.report.ok for life in self._record.lives):
             return
-        io = [call for call in self._book.io if call != "open"]
+        io = [call for call in self._book.io if call not in ("open", "overlap")]
         if io.count("opened") != io.count("aclose") and self._spec.behaviour not in HANGING:
             yield f"it was opened {io.count('opened')} times and closed {io.count('aclose')} times"
         if "write" in io and io[0] != "opened":

@@ -445,14 +445,18 @@ class Run:
     def _begin_life(self) -> None:
         self.record.lives.append(Life(opening=perf_counter()))
 
+    def _flush_s(self) -> float:
+        """As long as planned; where it has to be complete, as long as it takes."""
+        return PATIENCE_S if self.scenario.is_benign else self.scenario.flush_s or 0.0
+
     def _flush_and_close(self) -> None:
         if self.scenario.flush_s is not None:
-            self.record.flushed = self.bus.flush(self.scenario.flush_s)
+            self.record.flushed = self.bus.flush(self._flush_s())
         self._close(self.scenario.close_s)
 
     async def _aflush_and_close(self) -> None:
         if self.scenario.flush_s is not None:
-            self.record.flushed = await self.bus.aflush(self.scenario.flush_s)
+            self.record.flushed = await self.bus.aflush(self._flush_s())
         await self._aclose(self.scenario.close_s)
 
     def _close(self, seconds: float) -> None:

@@ -50,6 +50,8 @@ _LOSSY = ("drop_oldest", "drop_newest", "latest")
 _LOSSLESS = ("spill", "spill", "durable", "durable")
 #: Those that outlive a timeout on purpose, and get a short one.
 HANGING = frozenset({"hangs", "stubborn", "hangs_open", "stops"})
+#: Those for which events may wait for long.
+_HOLDING = HANGING | {"unavailable", "fails_open"}
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ class Scenario:
     @property
     def events(self) -> int:
         return sum(publishing.count for publishing in self.publishing)
+
+    @property
+    def is_benign(self) -> bool:
+        """Whether every event is settled in time, as long as it is served at all."""
+        return not any(sub.behaviour in _HOLDING or sub.kind == "process" for sub in (*self.subs, *self.guests))
 
 
 def draw(seed: int) -> Scenario:

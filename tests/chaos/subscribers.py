@@ -227,7 +227,8 @@ class ChaosSink:
         self.flush_interval = book.spec.flush_interval
         self._book = book
         self._run = run
-        self._busy = False
+        #: The call that runs.
+        self._busy = ""
         self._thread = 0
 
     async def open(self) -> None:
@@ -236,7 +237,7 @@ class ChaosSink:
             if self._book.spec.behaviour in ("slow_open", "fails_open", "hangs_open") and self._book.misbehaves():
                 await self._misopen()
         finally:
-            self._busy = False
+            self._busy = ""
         self._book.io.append("opened")
 
     async def _misopen(self) -> None:
@@ -258,7 +259,7 @@ class ChaosSink:
             error = raised
             raise
         finally:
-            self._busy = False
+            self._busy = ""
             self._book.end(error, *events)
             error = None
 
@@ -278,15 +279,17 @@ class ChaosSink:
 
     async def aclose(self) -> None:
         self._enter("aclose")
-        self._busy = False
+        self._busy = ""
 
     def _enter(self, call: str) -> None:
         """One call at a time, all of one start on one loop's thread."""
         if self._busy and self._book.spec.behaviour not in HANGING:
             self._book.faults.append(f"{call} of the sink began while another call ran")
+        if self._busy == call == "write":
+            self._book.io.append("overlap")
         me = get_ident()
         if call != "open" and self._thread != me:
             self._book.faults.append(f"{call} of the sink ran on another thread than its open")
         self._thread = me
-        self._busy = True
+        self._busy = call
         self._book.io.append(call)

@@ -8,12 +8,15 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from eventbus import EventBus, Subscription
 from tests.chaos.scenario import EVENTS
 
 _HOOKS = st.lists(st.sampled_from(sorted(EVENTS)), min_size=1, max_size=2, unique=True)
+_POLICIES = ("drop_oldest", "drop_newest", "latest", "block", "spill", "durable")
+#: So that much waits before a start, and much is published before a close.
+_SELDOM = st.sampled_from((False, False, True))
 _PATIENCE_S = 30.0
 
 
@@ -107,14 +110,20 @@ class BusMachine(RuleBasedStateMachine):
         #: Whether it was closed and not started again.
         self.refuses = False
 
+    @initialize(maxsize=st.integers(1, 3))
+    def subscribe_each_policy(self, maxsize: int) -> None:
+        for overflow in _POLICIES:
+            self.subscribe("async", ["chaos_mark", "chaos_step"], 1, False, overflow, maxsize)
+
     @rule(
-        kind=st.sampled_from(("async", "thread", "inline")), hooks=_HOOKS, every=st.integers(1, 3), once=st.booleans(),
-        overflow=st.sampled_from(("drop_oldest", "drop_newest", "latest", "block", "spill", "durable")),
+        kind=st.sampled_from(("async", "thread", "inline")),
+        hooks=_HOOKS,
+        every=st.sampled_from((1, 1, 2, 3)),
+        once=st.sampled_from((False, False, True)),
+        overflow=st.sampled_from(_POLICIES),
         maxsize=st.integers(1, 4),
-    )  # fmt: skip
-    def subscribe(
-        self, kind: str, hooks: list[str], every: int, once: bool, overflow: str, maxsize: int
-    ) -> None:  # fmt: skip
+    )
+    def subscribe(self, kind: str, hooks: list[str], every: int, once: bool, overflow: str, maxsize: int) -> None:
         got: list[int] = []
         handler = _async_handler(got) if kind == "async" else _handler(got)
         options: dict[str, Any] = {"every": every, "once": once, "name": f"s{len(self.models)}"}
@@ -168,16 +177,20 @@ class BusMachine(RuleBasedStateMachine):
         model.left = []
 
     @precondition(lambda self: not self.runs)
-    @rule()
-    def start(self) -> None:
+    @rule(now=_SELDOM)
+    def start(self, now: bool) -> None:
+        if not now:
+            return
         self.bus.__enter__()
         self.runs, self.refuses = True, False
         for model in self.models:
             model.come_back()
         self.flush()
 
-    @rule()
-    def close(self) -> None:
+    @rule(now=_SELDOM)
+    def close(self, now: bool) -> None:
+        if not now:
+            return
         report = self.bus.close(_PATIENCE_S)
         if self.refuses:
             return
@@ -231,4 +244,4 @@ def _handler(got: list[int]) -> Any:
 
 
 TestBusMachine = BusMachine.TestCase
-TestBusMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestBusMachine.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
