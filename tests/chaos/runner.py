@@ -32,6 +32,7 @@ __all__ = ["Life", "Publication", "Record", "Run", "run"]
 
 #: How long anything may take that nothing holds up; far beyond what it does take.
 PATIENCE_S = 30.0
+_MOMENT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class Run:
         self._held: list[tuple[float, float]] = []
         #: What other tests of this process left behind.
         self._others = ({*_our_threads()}, {*children()})
+        #: The machine held up a close, which hands on what is left for a moment only: the rest waits for a start.
+        self._was_held = False
 
     # ------------------------------------------------------------------------------------------- what others call
 
@@ -486,6 +489,7 @@ class Run:
         if life.report is None:  # else it was closed before
             life.closing, life.closed, life.report = began, now, report
         excused_s = self._metronome.worst_s(began, now)
+        self._was_held |= excused_s > _MOMENT_S
         if self.scenario.host != "own":
             excused_s += sum(ended - at for at, ended in self._held if ended > began)
         if now - began > seconds + 1.0 + excused_s:
@@ -509,7 +513,8 @@ class Run:
             stacks = "\n".join(_stack(thread) for thread in left)
             self.record.faults.append(f"threads were left after the close: {[t.name for t in left]}\n{stacks}")
         gc.collect()
-        if self.scenario.journal or any(p.ended > self.record.lives[0].closing for p in self.record.publications):
+        late = any(p.ended > self.record.lives[0].closing for p in self.record.publications)
+        if late or self.scenario.journal or self._was_held:
             self._drain()
         self._read(self.record.later)
         while (alive := {*children()} - former_children) and perf_counter() < until:

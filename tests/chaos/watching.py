@@ -28,6 +28,8 @@ _EXPECTED = re.compile(
     r"|Reporting a failure of a subscriber failed: Deliberate"
 )
 _BEAT_S = 0.005
+#: How many times in turn a close waits for another thread to get a processor.
+_HAND_OVERS = 3
 
 
 @contextmanager
@@ -98,9 +100,9 @@ class Metronome:
         self._thread = threading.Thread(target=self._beat, name="metronome", daemon=True)
 
     def worst_s(self, since: float, until: float) -> float:
-        """The sum of what it was late between two moments: an upper bound of how long one thread was held up."""
+        """How long a few threads that wait for each other may have been held up between two moments, all together."""
         sleep(2 * _BEAT_S)
-        return sum(late for at, late in self._beats if at >= since and at - late <= until and late > 0.02)
+        return _HAND_OVERS * sum(late for at, late in self._beats if at >= since and at - late <= until and late > 0.02)
 
     def _beat(self) -> None:
         while not self._over.is_set():
