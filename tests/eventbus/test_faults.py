@@ -564,6 +564,35 @@ def test_G10_a_close_that_gives_up_while_events_are_read_from_the_journal_counts
     assert got == (list(range(90)) if durable else [0])
 
 
+def test_G10_a_close_says_that_a_durable_subscriber_has_not_read_what_it_missed(tmp_path: Path) -> None:
+    held, release = threading.Event(), threading.Event()
+    got: list[int] = []
+
+    async def hold(event: Beat) -> None:
+        held.set()
+        release.wait(10)
+
+    async def handle(event: Tick) -> None:
+        got.append(event.n)
+
+    bus = EventBus(journal=tmp_path, autostart=False)
+    bus.subscribe(handle, Tick, durable=True, name="durable")
+    bus.publish(Tick(n=1))
+    bus.close()
+    bus = EventBus(journal=tmp_path)
+    bus.subscribe(hold, Beat, name="hold")
+    bus.publish(Beat())
+    assert held.wait(10)
+    bus.subscribe(handle, Tick, durable=True, name="durable")
+    report = bus.close(0.1)
+    release.set()
+    assert not report.ok
+    assert report.left["durable"] == 1
+    with bus:
+        assert bus.flush()
+    assert got == [1]
+
+
 def test_mistakes_in_the_constructor_are_told_at_once() -> None:
     with pytest.raises(TypeError, match=r"redact=\['token'\]"):
         EventBus(redact="token")
