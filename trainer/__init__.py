@@ -12,9 +12,10 @@ except ModuleNotFoundError as _missing:
 
 from trainer.callback import Callback
 from trainer.checkpoint import ModelCheckpoint
+from trainer.departure import RankFailedError
 from trainer.early_stopping import EarlyStopping
 from trainer.job import FitResult
 from trainer.progress import ProgressBar
 from trainer.trainer import Trainer
 
-__all__ = ["Callback", "EarlyStopping", "FitResult", "ModelCheckpoint", "ProgressBar", "Trainer"]
+__all__ = ["Callback", "EarlyStopping", "FitResult", "ModelCheckpoint", "ProgressBar", "RankFailedError", "Trainer"]

@@ -45,7 +45,7 @@ __all__ = ["fit", "save", "tell_saved", "validate"]
 
 def fit(trainer: Trainer, job: Job) -> None:
     """Train as `job` says; raises what the model, the loader or a raising hook raises, after the terminal events."""
-    with trainer.progress as run:
+    with trainer.progress as run, trainer.ranks.together():
         set_up(trainer, job)
         run.ready(batches=length_of(job.train_loader), **trainer.found())
         for _ in run.iterate_epochs():

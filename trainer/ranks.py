@@ -1,15 +1,20 @@
 """The processes of a distributed run, and what they tell each other.
 
 Everything here is called by all of them, between two batches or at the end of an epoch, and never after an error:
-a process that failed would leave the others waiting. It goes over CPU tensors, so that no GPU is waited for.
+a process that failed leaves (`trainer.departure`). It goes over CPU tensors, so that no GPU is waited for.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+
+from trainer.departure import Connection, Departure, connections
 
 __all__ = ["Ranks"]
 
@@ -17,17 +22,26 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """This process among those of `torch.distributed`, or alone when that is not initialised."""
+    """This process among those of `torch.distributed`, or alone when that is not initialised.
+
+    One that travels to another process finds its place there anew.
+    """
 
     def __init__(self) -> None:
-        self.rank = 0
-        self.world_size = 1
-        self._group: Any = None
-        if distributed.is_available() and distributed.is_initialized():
-            self.rank = distributed.get_rank()
-            self.world_size = distributed.get_world_size()
-            if distributed.get_backend() != "gloo":
-                self._group = distributed.new_group(backend="gloo")
+        self._world = _world()
+        self.rank = 0 if self._world is None else distributed.get_rank()
+        self.world_size = 1 if self._world is None else distributed.get_world_size()
+        self._own_group: Any = None
+        self._own_connections: frozenset[Connection] | None = None
+        self._departure: Departure | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ranks, ()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group is still the one that was found at the beginning."""
+        return self._world is _world()
 
     @property
     def is_alone(self) -> bool:
@@ -49,3 +63,52 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While it lasts, an error in one process ends all of them; may be nested.
+
+        Where that came of another's error, raises `RankFailedError`, naming it.
+        """
+        if self.is_alone or self._departure is not None:
+            with self._leaving():
+                yield
+            return
+        self._departure = self._agree_on_departure()
+        try:
+            with self._leaving():
+                yield
+        finally:
+            self._departure = None
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            departure, self._departure = self._departure, None  # left once, by the innermost
+            reason = departure.leave(error) if departure is not None else None
+            if reason is not None:
+                raise reason from error
+            raise
+
+    def _agree_on_departure(self) -> Departure:
+        meeting = self.gather(os.urandom(6).hex())[0]
+        own = self._own_connections if self._own_connections is not None else connections()
+        by_rank = self.gather(own)
+        others = [theirs for rank, theirs in enumerate(by_rank) if rank != self.rank]
+        shared = frozenset((here, there) for here, there in own if any((there, here) in theirs for theirs in others))
+        return Departure(self.rank, self.world_size, meeting, shared)
+
+    @property
+    def _group(self) -> Any:
+        """A gloo group of all processes: the default one, else one of our own, made with the first thing they tell."""
+        if self._own_group is None and distributed.get_backend() != "gloo":
+            before = connections()
+            self._own_group = distributed.new_group(backend="gloo")
+            self._own_connections = connections() - before
+        return self._own_group
+
+
+def _world() -> Any:
+    return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None

@@ -133,7 +133,7 @@ class Trainer(Steps, Callbacks, Attributes):
         self._fits += 1
         # The signals outlast the delivery: a second SIGTERM must not cut off what the first one lets end.
         signals = StopSignals(self.signals, self.progress.interrupt, self._is_interrupted)
-        with signals, self._delivery.session(is_training=True):
+        with signals, self._delivery.session(is_training=True), self.ranks.together():
             try:
                 loop.fit(self, job)
             finally:
@@ -143,7 +143,7 @@ class Trainer(Steps, Callbacks, Attributes):
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Evaluate on a loader (phase "standalone"), in every process of the run; returns the metrics by bare name."""
         self.model.to(self.device)
-        with self._delivery.session():
+        with self._delivery.session(), self.ranks.together():
             return loop.validate(self, loader, phase="standalone")
 
     def predict(self, loader: Iterable[Any]) -> Iterator[Any]:

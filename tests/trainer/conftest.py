@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eventbus import EventBus
+from tests.trainer.pair import Pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,3 +23,11 @@ def bus() -> Iterator[EventBus]:
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    """Two processes that train together; started by the first test that needs them."""
+    pair = Pair()
+    yield pair
+    pair.close()
