@@ -403,7 +403,7 @@ class PredictPostprocessEnd(Event, shed=True):
 
 
 class PredictBatchEnd(Event, shed=True):
-    """A predicted batch was handed to the caller."""
+    """The outputs of a predicted batch are final; the caller gets them next."""
 
     batch: int = 0
     batch_size: int | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,8 +33,12 @@ class Attributes:
     save_dir: Path | None
     #: The settings of this training, as attributes: ``trainer.args.epochs``.
     args: SimpleNamespace
-    #: The batch being trained on, on the device.
+    #: The batch that is worked on, on the device.
     batch: Any = None
+    #: What came of it in a validation or a prediction; what a hook puts here instead is what `Trainer.predict` yields.
+    results: Any = None
+    #: Where an export goes.
+    file: Path | None = None
     #: A module with averaged weights, if the user keeps one here.
     ema: torch.nn.Module | None = None
     #: The loaders of this training; None outside of `fit`.
@@ -40,6 +46,16 @@ class Attributes:
     valid_loader: Any = None
     test_loader: Any = None
     logger = logging.getLogger("trainbus")
+
+    @contextmanager
+    def showing(self, **attributes: Any) -> Iterator[None]:
+        """Let the hooks see these, and afterwards again what they saw before."""
+        former = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
+        try:
+            yield
+        finally:
+            vars(self).update(former)
 
     @property
     def epoch(self) -> int:

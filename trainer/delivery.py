@@ -18,7 +18,10 @@ _log = logging.getLogger("trainbus")
 
 
 class Delivery:
-    """Flushes a bus that was given; closes one that the trainer made, and opens it again when it is needed again."""
+    """Flushes a bus that was given; closes one that the trainer made, and opens it again when it is needed again.
+
+    A training between two predicted batches only flushes: the prediction still needs the bus.
+    """
 
     def __init__(self, bus: EventBus, *, is_own: bool, timeout_s: float) -> None:
         self._bus = bus
@@ -48,7 +51,7 @@ class Delivery:
 
     def _deliver(self) -> None:
         try:
-            if self._is_own:
+            if self._is_own and self._depth == 0:
                 self._is_closed = True
                 is_done = self._bus.close(self._timeout_s).ok
             else:

@@ -20,20 +20,28 @@ __all__ = ["predict"]
 
 def predict(trainer: Trainer, loader: Iterable[Any]) -> Iterator[Any]:
     """Yield the outputs of each batch, as they are read; ends properly when the reader stops early."""
-    run, started, done = trainer.progress, monotonic(), 0
-    with owed(lambda: run.publish(events.PredictEnd, batch=done, seconds=monotonic() - started)):
+    run, started, done, results = trainer.progress, monotonic(), 0, None
+
+    def end() -> None:
+        with trainer.showing(results=results):
+            run.publish(events.PredictEnd, batch=done, seconds=monotonic() - started)
+
+    with owed(end):
         run.publish(events.PredictStart)
         for batch, data in enumerate(loader):
-            yield from predict_batch(trainer, data, {"batch": batch, "batch_size": size_of(data)})
+            results = predict_batch(trainer, data, {"batch": batch, "batch_size": size_of(data)})
             done += 1
+            yield results
 
 
-def predict_batch(trainer: Trainer, data: Any, place: dict[str, Any]) -> Iterator[Any]:
-    """One batch of a prediction; it ends when its outputs were handed over."""
+def predict_batch(trainer: Trainer, data: Any, place: dict[str, Any]) -> Any:
+    """One batch of a prediction; what comes of it is `trainer.results` as the hooks leave it."""
     run, started = trainer.progress, monotonic()
-    with owed(lambda: run.publish(events.PredictBatchEnd, seconds=monotonic() - started, **place)):
-        run.publish(events.PredictBatchStart, **place)
-        with evaluating(trainer.model):  # not while the reader has control: no_grad would leak into its code
-            outputs = trainer.prediction_step(move(data, trainer.device))
-        run.publish(events.PredictPostprocessEnd, seconds=monotonic() - started, **place)
-        yield outputs
+    with trainer.showing(batch=data, results=None):
+        with owed(lambda: run.publish(events.PredictBatchEnd, seconds=monotonic() - started, **place)):
+            run.publish(events.PredictBatchStart, **place)
+            trainer.batch = move(data, trainer.device)
+            with evaluating(trainer.model):  # not while the reader has control: no_grad would leak into its code
+                trainer.results = trainer.prediction_step(trainer.batch)
+            run.publish(events.PredictPostprocessEnd, seconds=monotonic() - started, **place)
+        return trainer.results

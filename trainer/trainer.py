@@ -147,15 +147,34 @@ class Trainer(Steps, Callbacks, Attributes):
             return loop.validate(self, loader, phase="standalone")
 
     def predict(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the outputs of each batch; nothing is read from the loader before it is asked for."""
+        """Yield the outputs of each batch; nothing is read from the loader before it is asked for.
+
+        `on_predict_end` comes when the loader is at its end, and when the reader leaves: by a ``break``, by an
+        exception, or by dropping or closing the iterator.
+        """
         self.model.to(self.device)
         with self._delivery.session():
             yield from prediction.predict(self, loader)
 
-    def export(self, format: str, path: str | os.PathLike[str], *, example: tuple[Any, ...] | None = None) -> Path:
-        """Write the model as "weights" (a state dict), "pt2" or "onnx"; those two need an `example`, its arguments."""
+    def export(
+        self,
+        format: str,
+        path: str | os.PathLike[str],
+        *,
+        example: Any = None,
+        quantize: Literal["dynamic"] | None = None,
+        **options: Any,
+    ) -> Path:
+        """Write the model as "weights" (a state dict), "torchscript", "pt2" (`torch.export`) or "onnx".
+
+        All but "weights" trace it with `example`: the input of one call, or a tuple of its arguments. "dynamic"
+        quantisation, for "weights" and "torchscript", makes linear and recurrent layers compute in 8 bits on the CPU.
+        `options` go to the function of torch that does it: `dynamic_shapes` for batches of any size, say. What was
+        at `path` stays whole until the export has succeeded.
+        """
+        arguments = example if example is None or isinstance(example, tuple) else (example,)
         with self._delivery.session():
-            return export.export(self, format, Path(path), example)
+            return export.export(self, export.ExportJob(format, Path(path), arguments, quantize, options))
 
     def save_model(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint to a path of one's own; False when that failed, which `on_checkpoint_failed` tells."""

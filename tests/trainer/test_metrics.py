@@ -324,34 +324,6 @@ def test_validation_restores_the_mode_of_each_module(bus: EventBus) -> None:
     assert (seen, after) == ([(False, False, False)], [(True, False)])
 
 
-def test_prediction_ends_properly_when_its_reader_stops_early(bus: EventBus) -> None:
-    seen = Recorder(bus, "on_predict_*")
-    trainer = make_trainer(bus)
-    assert len(list(trainer.predict(batches(2)))) == 2
-    assert seen.one("on_predict_end").batch == 2
-    seen.events.clear()
-    for outputs in trainer.predict(batches(5)):
-        assert outputs.shape == (4, 1)
-        assert torch.is_grad_enabled()
-        break
-    assert seen.hooks == [
-        "on_predict_start", "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end",
-        "on_predict_end",
-    ]  # fmt: skip
-
-
-def test_exporting(bus: EventBus, tmp_path: Any) -> None:
-    seen = Recorder(bus, "on_export_*")
-    trainer = make_trainer(bus)
-    path = trainer.export("weights", tmp_path / "deep" / "w.pt")
-    assert (seen.one("on_export_end").bytes, seen.one("on_export_end").path) == (path.stat().st_size, str(path))
-    with pytest.raises(ValueError, match=r"'tflite' is not known; there are: onnx, pt2, weights"):
-        trainer.export("tflite", path)
-    with pytest.raises(ValueError, match="example="):
-        trainer.export("pt2", path)
-    assert seen.count("on_export_end") == 1
-
-
 def test_the_seed_makes_two_trainings_equal(bus: EventBus) -> None:
     losses = []
     for _ in range(2):
