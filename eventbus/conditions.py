@@ -51,6 +51,16 @@ class Conditions:
             return False
         return not options.once or self._claim(event)
 
+    def rewind(self, seq: int) -> None:
+        """What came after this event is asked about again: of its hooks, count and time from here."""
+        for hook, last in tuple(self._counted.items()):
+            if last > seq:
+                self._counts[hook] = self._counted[hook] = 0
+        for hook, last in tuple(self._due.items()):
+            if last > seq:
+                self._due.pop(hook)
+                self._last_s.pop(hook)
+
     def _count(self, event: Event) -> int:
         """Which of its hook it is, from 1."""
         hook, counts = event.hook, self._counts

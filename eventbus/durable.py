@@ -36,12 +36,16 @@ class DurableCursor(SpillCursor):
     place. It is `matched` when it is read.
     """
 
-    __slots__ = ("_admits", "_before", "_bookmark", "_is_forgotten", "_looked", "_missed", "waits")
+    __slots__ = ("_admits", "_before", "_bookmark", "_is_forgotten", "_looked", "_missed", "_rewind", "waits")
 
-    def __init__(self, options: Options, journal: Journal, admits: Callable[[Event], bool]) -> None:
+    def __init__(
+        self, options: Options, journal: Journal, admits: Callable[[Event], bool], rewind: Callable[[int], None]
+    ) -> None:
         super().__init__(options, journal)
         #: Whether the subscriber hears an event and its conditions let it pass; counts what its `when` raises.
         self._admits = admits
+        #: Told from where on events are judged again: `every` counts them from there.
+        self._rewind = rewind
         self._bookmark: Bookmark | None = None
         self._missed: Iterator[Record] | None = None
         #: What was missed ends before this event, and was looked through up to that one.
@@ -62,8 +66,9 @@ class DurableCursor(SpillCursor):
     def resume(self) -> None:
         """The bus starts, perhaps again."""
         if self.waits:
-            if self._bookmark is None:
-                self._before = max(self._before, self._journal.opened_at)
+            self._before = max(self._before, self._journal.opened_at)
+            if self._bookmark is not None:
+                self._rewind(max(self._bookmark.seq, self._looked))
             self._go_on()
         elif self._missed is not None:  # moved here: the worker elsewhere may still be at it
             self._look_from(self._looked)
@@ -157,11 +162,14 @@ class DurableCursor(SpillCursor):
             return self._bookmark.seq if self._bookmark is not None else self._before - 1
         return super().read_up_to()
 
-    def rest(self, seq: int) -> None:
-        """All up to this event was handed on: when nothing waits, it is settled."""
+    def retry(self) -> None:
+        """Try the disk again if it refused."""
         if self.waits and not self.ended and self._journal.is_open:
             self._go_on()
-        elif self._missed is None and not self.pending and not self.waits:
+
+    def rest(self, seq: int) -> None:
+        """All up to this event was handed on: when nothing waits, it is settled."""
+        if self._missed is None and not self.pending and not self.waits:
             self._advance(seq)
 
     def forget(self) -> None:

@@ -31,13 +31,26 @@ class JournaledLog(Log):
     def tidy(self) -> None:
         """Move the bookmarks of those for whom nothing waits, and remove what everybody is past."""
         self._journal.retry()
-        handed = self.handed  # read first: what is handed on from now on may wait
+        for cursor in self._durable():
+            cursor.retry()
+        handed = self._move_bookmarks()
         cursors = [s.cursor for s in (*self.subscribers, *self.leaving) if isinstance(s.cursor, SpillCursor)]
-        for cursor in cursors:
-            if isinstance(cursor, DurableCursor):
-                cursor.rest(handed)
         self._journal.release(min([handed, *(cursor.read_up_to() for cursor in cursors)]))
-        waits = any(isinstance(cursor, DurableCursor) and cursor.waits for cursor in cursors)
-        self.is_restless = waits or bool(self._journal.lost_from)
+        self.is_restless = bool(self._journal.lost_from) or any(cursor.waits for cursor in self._durable())
         while self._journal.errors:
             self.errors.append(self._journal.errors.popleft())
+
+    def give_up(self, reason: str) -> None:
+        """Move the bookmarks before: of what is dropped nothing is settled."""
+        self._move_bookmarks()
+        super().give_up(reason)
+
+    def _move_bookmarks(self) -> int:
+        handed = self.handed  # read first: what is handed on from now on may wait
+        for cursor in self._durable():
+            cursor.rest(handed)
+        return handed
+
+    def _durable(self) -> list[DurableCursor]:
+        cursors = [subscriber.cursor for subscriber in (*self.subscribers, *self.leaving)]
+        return [cursor for cursor in cursors if isinstance(cursor, DurableCursor)]

@@ -86,6 +86,8 @@ class Log:
         self.is_restless = False
         #: The last event that was handed on.
         self.handed = 0
+        #: Why what is handed on from here is dropped at once: the bus has given up. Empty while it has not.
+        self.gave_up = ""
 
     def append(self, draft: Draft) -> None:
         """Give the entry its number and append it, in one C call.
@@ -230,6 +232,24 @@ class Log:
             for channel in self._channels:
                 channel.feed(stretch, about_us=about_us)
             self.handed = entries[-1].seq
+        if self.gave_up:  # looked at after feeding: what came in before it was set is dropped by who set it
+            self._drop_waiting()
+
+    def reopen(self) -> None:
+        """The bus starts, perhaps again."""
+        self.gave_up = ""
+        for subscriber in self.served():
+            subscriber.cursor.ended = subscriber in self.leaving
+            subscriber.cursor.resume()
+
+    def give_up(self, reason: str) -> None:
+        """Drop what waits, and from now on what a feeder that was held up still hands on."""
+        self.gave_up = reason
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        for subscriber in self.served():
+            subscriber.cursor.drop_all(self.gave_up)
 
     def settled(self, cursor: Cursor) -> None:
         """Called by a cursor after an event was settled, while a flush goes on."""

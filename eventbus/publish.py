@@ -120,6 +120,9 @@ class Publisher(ABC):
         if queued:
             self._ensure_started()
         refused = self._wait_for_room(route.blocking) if queued and route.blocking else ()
+        if self._refuses:  # closed while it waited
+            self._count_too_late(event)
+            return
         draft = route.draft(event)
         draft[NOTE] = Note(get_ident(), refused)
         if self._journal is not None:
@@ -239,7 +242,7 @@ class Publisher(ABC):
         self._log.feed()  # only what was handed on is weighed
         for cursor in blocking:
             until = perf_counter() + (0.0 if on_loop else cursor.options.block_timeout)
-            while cursor.is_full(coming=len(self._log)):
+            while cursor.is_full(coming=len(self._log)) and not self._refuses:
                 if on_loop:
                     self._log.feed()  # nobody else can meanwhile, and only what is fed can be too much
                 if perf_counter() >= until:

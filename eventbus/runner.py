@@ -98,9 +98,8 @@ class Runner:
     def _begin(self, host: Host, *, lingers: bool) -> None:
         self.host = host
         self.pump = pump = Pump(self._bus, host, lingers=lingers)
+        self._log.reopen()
         for subscriber in self._log.served():
-            subscriber.cursor.ended = subscriber in self._log.leaving
-            subscriber.cursor.resume()
             if subscriber not in self._log.newcomers:
                 self._log.newcomers.append(subscriber)
         pump.start()
@@ -251,9 +250,12 @@ class Runner:
         for delivery in self._deliveries():
             if not delivery.ended:
                 delivery.cut(reason)
-        for subscriber in () if others else self._log.served():
-            subscriber.cursor.drop_all(reason)
-        self.report = CloseReport(not left, left)
+        if not others:
+            self._log.give_up(reason)
+        if self._bus._runner is not self:
+            self._log.gave_up = ""
+        # What a held-up feeder has not even handed on is for nobody knows whom.
+        self.report = CloseReport(not left and (others or not len(self._log)), left)
 
     def _finish(self) -> None:
         if self.closed.is_set():

@@ -173,7 +173,7 @@ class Service(Publisher):
         for subscriber in self._log.served():
             if subscriber.cursor.pending:
                 left[subscriber.name] = subscriber.cursor.pending
-            subscriber.cursor.drop_all("closed")
+        self._log.give_up("closed")
         for subscriber in self._log.subscribers:
             subscriber.cursor.end()  # who reads a stream waits no longer
         self._close_journal()
@@ -214,6 +214,7 @@ class Service(Publisher):
         fresh = Runner(self, explicit=explicit)
         if explicit:
             self._open_journal()
+            self._log.reopen()  # here already: a flush that follows waits for what was missed
             self._refuses = False
         # Tests and a store without a call between: of several starters one comes first, and none after a close.
         if self._runner is None and not self._refuses:

@@ -82,7 +82,7 @@ class SpillCursor(Cursor):
         elif entry.place:
             self._spill(array("Q", (entry.place,)), entry.seq)
         else:
-            self.refuse(entry, "journal")  # the disk is full, and so is the memory
+            self.refuse(entry, "journal" if self._journal.is_open else "closed")  # no room on disk, none in memory
 
     def _spill(self, places: array[int], last: int) -> None:
         count = len(places)

@@ -162,7 +162,7 @@ class Queued(Subscription):
         super().__init__(bus, fn, name, kind, filter, options)
         #: What the log feeds it; `filter` once the log has come to where that was changed.
         self.heard = filter
-        self.cursor = cursor_for(options, bus._journal, self._recall)
+        self.cursor = cursor_for(options, bus._journal, self._recall, self._rewind)
         self.breaker = self.cursor.breaker
         if self.breaker is not None:
             self.breaker.announce = self._tell_breaker
@@ -220,6 +220,11 @@ class Queued(Subscription):
             self.cursor.misread()
             self._bus._log.errors.append((self, error))
             return False
+
+    def _rewind(self, seq: int) -> None:
+        """It hears anew, from the journal, what came after this event."""
+        if self.conditions is not None:
+            self.conditions.rewind(seq)
 
     def _admits(self, conditions: Conditions, entry: Entry) -> bool:
         try:

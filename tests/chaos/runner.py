@@ -463,31 +463,33 @@ class Run:
         await self._aclose(self.scenario.close_s)
 
     def _close(self, seconds: float) -> None:
-        began = perf_counter()
+        began, life = perf_counter(), self.record.lives[-1]
         try:
             report = self.bus.close(seconds)
         except RAISED:
             report = self.bus._report
             if not self._may_raise():
                 raise
-        self._closed(began, seconds, report)
+        self._closed(life, began, seconds, report)
 
     async def _aclose(self, seconds: float) -> None:
-        began = perf_counter()
+        began, life = perf_counter(), self.record.lives[-1]
         try:
             report = await self.bus.aclose(seconds)
         except RAISED:
             report = self.bus._report
             if not self._may_raise():
                 raise
-        self._closed(began, seconds, report)
+        self._closed(life, began, seconds, report)
 
-    def _closed(self, began: float, seconds: float, report: CloseReport) -> None:
+    def _closed(self, life: Life, began: float, seconds: float, report: CloseReport) -> None:
         """Note that it is closed; only what held up the machine, or the host's loop, excuses a close that is late."""
         now = perf_counter()
-        life = self.record.lives[-1]
-        if life.report is None:  # else it was closed before
-            life.closing, life.closed, life.report = began, now, report
+        lives = self.record.lives
+        for hit in lives[lives.index(life) :]:  # another thread may close it too, and have started it anew
+            hit.closing = min(hit.closing, began)
+        if life.report is None:
+            life.closed, life.report = now, report
         excused_s = self._metronome.worst_s(began, now)
         self._was_held |= excused_s > _MOMENT_S
         if self.scenario.host != "own":

@@ -209,7 +209,7 @@ def _sub(random: Random, name: str, kinds: tuple[str, ...], policies: tuple[str,
         maxsize=random.choice((1, 10, 1024, 100_000)),
         timeout=timeout,
         retries=random.choice((0, 0, 0, 1, 2)),
-        block_timeout=random.choice((0.001, 0.02, 0.1)),
+        block_timeout=random.choice((0.001, 0.005, 0.02)),
         max_batch=random.choice((1, 7, 1000)),
         flush_interval=random.choice((0.0, 0.005, 0.1)),
     )

@@ -183,6 +183,24 @@ def test_G17_numbers_go_on_when_everything_was_delivered_and_removed(
     assert len(numbers) == 800
 
 
+def test_G17_numbers_go_on_after_a_segment_that_was_begun_and_got_no_event(tmp_path: Path) -> None:
+    """Closed just after the last segment was full, and all before it were removed."""
+    bus = EventBus(journal=tmp_path, autostart=False)
+    for n in range(5):
+        bus.publish(Tick(n=n))
+    journal = bus._journal
+    assert journal is not None
+    journal._roll(journal._segment, 0)
+    full, _begun = sorted(tmp_path.glob("*.events"))[:2]
+    bus.close()
+    full.unlink()
+    again = EventBus(journal=tmp_path, autostart=False)
+    again.publish(Tick(n=5))
+    again.close()
+    (event,) = read_journal(tmp_path)
+    assert event.seq == 6
+
+
 def test_G17_the_journal_holds_what_a_rolled_segment_held_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,39 @@ def test_G17_what_was_missed_passes_the_same_conditions(
     assert deliver(tmp_path, **options) == []
 
 
+def test_G17_every_counts_from_the_place_where_a_closed_subscriber_goes_on(tmp_path: Path) -> None:
+    """What a close left is counted again at the next start, and not on top of the first time."""
+    release, seen = threading.Event(), []
+    bus = EventBus(journal=tmp_path)
+
+    @bus.on(Tick, run_in="thread", durable=True, name="tracker", every=3)
+    def track(tick: Tick) -> None:
+        seen.append(tick.n)
+        release.wait(30)
+
+    for n in range(10):
+        bus.publish(Tick(n=n))
+    until(lambda: seen == [2])
+    assert bus.close(0.0).left == {"tracker": 3}
+    release.set()
+    with bus:
+        assert bus.flush()
+        for n in (10, 11):
+            bus.publish(Tick(n=n))
+    assert seen == [2, 2, 5, 8, 11]
+
+
+def test_G17_a_flush_right_after_a_start_waits_for_what_was_missed(tmp_path: Path) -> None:
+    bus, seen = EventBus(journal=tmp_path, autostart=False), []
+    bus.subscribe(lambda tick: seen.append(tick.n), Tick, run_in="thread", durable=True, name="tracker")
+    for n in range(200):
+        bus.publish(Tick(n=n))
+    assert not bus.close().ok
+    with bus:
+        assert bus.flush()
+        assert seen == list(range(200))
+
+
 def test_G17_a_predicate_that_raises_for_a_missed_event_fails_that_event(tmp_path: Path) -> None:
     missed(tmp_path, 5)
     seen: list[Any] = []
@@ -300,6 +333,21 @@ def test_G7_segments_stay_until_the_slowest_is_past_them_and_go_then(
     assert files() == 1
     assert numbers(slow) == numbers(fast) == list(range(2000))
     assert len(list(read_journal(tmp_path))) < 100
+
+
+def test_G7_segments_go_although_a_durable_subscriber_hears_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventbus.journal._SEGMENT_BYTES", 4096)
+    seen: list[Any] = []
+    with EventBus(journal=tmp_path) as bus:
+        bus.subscribe(seen.append, Beat, run_in="thread", durable=True, name="rare")
+        bus.subscribe(lambda _: None, Tick, run_in="thread")
+        for n in range(1000):
+            bus.publish(Tick(n=n))
+        assert bus.flush()
+    assert len(list(tmp_path.glob("*.events"))) == 1
+    assert not seen
 
 
 def test_G7_segments_stay_for_one_that_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
+import traceback
 import weakref
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,10 @@ MARGIN_S = 1.0
 
 def batch_end(step: int = 0) -> TrainBatchEnd:
     return TrainBatchEnd(epoch=0, batch=step, step=step)
+
+
+def frame_of(thread: threading.Thread) -> Any:
+    return sys._current_frames()[thread.ident or 0]
 
 
 class Recorder:
@@ -575,6 +581,76 @@ def test_G10_eight_threads_may_close_at_once():
         thread.join()
     assert reports == [CloseReport(ok=True, left={})] * 8
     assert seen == list(range(20))
+
+
+@pytest.mark.parametrize("how", ["publishing", "in-a-loop-of-its-own"])
+def test_G10_what_is_handed_on_after_the_close_gave_up_is_dropped_and_counted(release, how):
+    """A predicate that blocks holds up the hand-on; what waits behind it is settled once it goes on."""
+    bus, seen, held = EventBus(autostart=how != "publishing"), [], threading.Event()
+
+    @bus.on("on_train_batch_end", run_in="thread")
+    def note(event: TrainBatchEnd) -> None:
+        seen.append(event.step)
+
+    def block(event: TrainBatchEnd) -> bool:
+        held.set()
+        return release.wait(30)
+
+    @bus.on("on_train_batch_end", run_in="thread", when=block)
+    def other(event: TrainBatchEnd) -> None:
+        pass
+
+    for step in range(5):
+        bus.publish(batch_end(step))
+    feeding = threading.Thread(target=bus.stats)
+    if how == "publishing":
+        feeding.start()
+    assert held.wait(10)
+    for step in range(5, 10):
+        bus.publish(batch_end(step))
+    report = bus.close(0.05)
+    assert not report.ok
+    release.set()
+    if how == "publishing":
+        feeding.join(10)
+    until(lambda: all(s.matched == 10 for s in bus.stats().values()))
+    until(lambda: not any(s.pending for s in bus.stats().values()))
+    assert bus.flush(10)
+    for stats in bus.stats().values():
+        assert stats.matched == stats.delivered + stats.dropped
+        assert stats.dropped == stats.dropped_by["closed"]
+    with bus:  # and forgotten at the next start
+        bus.publish(batch_end(10))
+    assert seen[-1] == 10
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_G10_a_publisher_that_waits_for_room_is_let_go_by_the_close(release, tmp_path, journal):
+    """Its event comes too late: for those with room as well, and for the journal."""
+    bus, seen = EventBus(journal=tmp_path if journal else None), []
+
+    @bus.on("on_train_batch_end", run_in="thread", overflow="block", maxsize=1, block_timeout=60.0)
+    def stuck(event: TrainBatchEnd) -> None:
+        release.wait(30)
+
+    @bus.on("on_train_batch_end", run_in="thread", **({"overflow": "spill"} if journal else {}))
+    def note(event: TrainBatchEnd) -> None:
+        seen.append(event.step)
+
+    bus.publish(batch_end(0))
+    until(lambda: seen == [0])
+    bus.publish(batch_end(1))
+    publisher = threading.Thread(target=bus.publish, args=(batch_end(2),))
+    publisher.start()
+    until(lambda: "_wait_for_room" in {frame.name for frame in traceback.extract_stack(frame_of(publisher))})
+    bus.close(0.1)
+    publisher.join(10)
+    assert not publisher.is_alive()
+    release.set()
+    assert seen == [0, 1]
+    for stats in bus.stats().values():
+        assert stats.matched == 2
+        assert set(stats.dropped_by) <= {"closed"}
 
 
 @pytest.mark.parametrize(("threads", "pause_s"), [(4, 0.0), (100, 0.01)])  # a hundred spinning ones keep any thread
