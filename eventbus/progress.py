@@ -81,8 +81,8 @@ class Progress(Batches):
         Ends early when the run is stopped or has made `max_steps` updates. Does not end the epoch's training part.
         """
         self.accumulate = accumulate
-        self.batches = length_of(loader)
-        batches = self.read(loader)
+        self.batches = self.length(loader)
+        batches = self.read_in_step(loader)
         self.is_partial = True
         self.safe_point()
         while not self._is_over:
@@ -212,6 +212,14 @@ class Progress(Batches):
             self._tell_epoch()
 
     # ------------------------------------------------------------------------------------ what the trainer adds
+
+    def length(self, loader: Any) -> int | None:
+        """How many batches of an epoch all processes of the run have; None when one of them does not know."""
+        return length_of(loader)
+
+    def read_in_step(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield what a loader gives, for as long as all processes of the run have a batch."""
+        return self.read(loader)
 
     def share(self, requests: list[Request]) -> list[Request]:
         """The requests of all processes of the run."""

@@ -33,7 +33,7 @@ from torch import distributed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Connection", "Departure", "RankFailedError", "connections"]
+__all__ = ["Connection", "Departure", "RankFailedError", "connections", "store_of_group"]
 
 #: How long a process that failed stays connected (s): those that fail by themselves do so meanwhile.
 GRACE_S = 1.0
@@ -69,6 +69,8 @@ class Departure:
     meeting: str
     #: Those to the other processes.
     connections: frozenset[Connection]
+    #: That of the process group, which may be gone before this process has left.
+    store: Any
 
     def leave(self, error: BaseException) -> RankFailedError | None:
         """Leave the others because of `error`; what to raise in its place when it came of another's failure."""
@@ -101,22 +103,20 @@ class Departure:
         told = "; ".join("".join(traceback.format_exception_only(error)).split("\n")).strip("; ")
         note = json.dumps([self.rank, told[:_NOTE_SIZE]])
         with suppress(RuntimeError):  # the store went with the process that served it
-            store = distributed.distributed_c10d._get_default_store()
-            store.compare_set(self._key("first"), "", note)
-            store.add(self._key("count"), 1)
+            self.store.compare_set(self._key("first"), "", note)
+            self.store.add(self._key("count"), 1)
 
     def _read_note(self) -> tuple[int, str] | None:
         """The rank that failed first, and its error."""
         with suppress(RuntimeError):
-            store = distributed.distributed_c10d._get_default_store()
-            if store.check([self._key("first")]):
-                rank, error = json.loads(store.get(self._key("first")))
+            if self.store.check([self._key("first")]):
+                rank, error = json.loads(self.store.get(self._key("first")))
                 return rank, error
         return None
 
     def _have_all_failed(self) -> bool:
         with suppress(RuntimeError):
-            return distributed.distributed_c10d._get_default_store().add(self._key("count"), 0) == self.world_size
+            return bool(self.store.add(self._key("count"), 0) == self.world_size)
         return False
 
     def _key(self, name: str) -> str:
@@ -127,17 +127,18 @@ def _is_from_collective(error: BaseException) -> bool:
     return isinstance(error, distributed.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
+def store_of_group() -> Any:
+    """The store at which the processes of the default group met."""
+    return distributed.distributed_c10d._get_default_store()
+
+
 def connections() -> frozenset[Connection]:
     """The TCP connections of this process, but for those to the store of the process group."""
-    port = _store_port()
-    return frozenset(ends for ends, _ in _sockets() if port not in (ends[0][1], ends[1][1]))
-
-
-def _store_port() -> int | None:
-    store: Any = distributed.distributed_c10d._get_default_store()
+    store = store_of_group()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "port", None)
+    port = getattr(store, "port", None)
+    return frozenset(ends for ends, _ in _sockets() if port not in (ends[0][1], ends[1][1]))
 
 
 def _sockets() -> Iterator[tuple[Connection, socket.socket]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,11 @@ from eventbus.batches import setter
 from eventbus.fitness import Fitness
 from eventbus.progress import Progress
 from eventbus.request import Request
-from trainer import saving
+from trainer import lockstep, saving
 from trainer.schedule import rescale
 
 if TYPE_CHECKING:
-    from eventbus.fitness import Sums
+    from eventbus.fitness import Means, Sums
     from eventbus.lifecycle import Plan
     from trainer.job import Job
     from trainer.ranks import Ranks
@@ -40,6 +41,8 @@ class Fitting(Progress):
     has_validation = False
     #: Whether every batch of the epoch was trained on, so that a resumed run takes the next epoch.
     is_trained = False
+    #: Whether it was said that the loaders of the processes differ.
+    is_unevenness_told = False
 
     @property
     def counts_in_steps(self) -> bool:
@@ -69,14 +72,35 @@ class Fitting(Progress):
         self.has_updated = False
         super().start_batch(batch)
 
+    def length(self, loader: Any) -> int | None:
+        """How many batches of an epoch every process has."""
+        return lockstep.common_length(self, loader) if not self.is_alone else super().length(loader)
+
+    def read_in_step(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield what a loader gives, for as long as every process has a batch."""
+        batches = super().read_in_step(loader)
+        return batches if self.is_alone else lockstep.read_in_step(self, batches)
+
     def share(self, requests: list[Request]) -> list[Request]:
         """The requests made in any process, in one order for all of them."""
-        if self.ranks.is_alone or not self.ranks.any(bool(requests)):
+        if self.is_alone or not self.ranks.any(bool(requests)):
             return requests
+        ours = [request for request in requests if self._can_be_told(request)]
         shared: list[Request] = []
-        for rank, theirs in enumerate(self.ranks.gather([_as_told(request) for request in requests])):
-            shared += requests if rank == self.ranks.rank else [Request(**request) for request in theirs]
+        for rank, theirs in enumerate(self.ranks.gather([_as_told(request) for request in ours])):
+            shared += ours if rank == self.ranks.rank else [Request(**request) for request in theirs]
         return shared
+
+    def _can_be_told(self, request: Request) -> bool:
+        """Whether the other processes can be told a request; one that cannot be is refused here."""
+        try:
+            pickle.dumps(_as_told(request))
+        except Exception as why:  # noqa: BLE001  # whatever the value's own __reduce__ raises
+            detail = f"the other processes cannot be told: {why}"
+            if self.inbox is not None:
+                self.inbox.answer(request, accepted=False, step=self.step, detail=detail)
+            return False
+        return True
 
     def merge(self, sums: Sums) -> Sums:
         """The sums of all processes."""
@@ -86,6 +110,14 @@ class Fitting(Progress):
                 before = merged.get(name, (0.0, 0.0))
                 merged[name] = (before[0] + total, before[1] + weight)
         return merged
+
+    def averaged(self, means: Means, numbers: dict[str, float], *, weight: float) -> dict[str, float]:
+        """Means, and numbers that are this process's own, over all processes; `weight` is its share in the numbers."""
+        if self.is_alone:
+            return means.means() | numbers
+        own = {name: (value * weight, weight) for name, value in numbers.items()}
+        merged = self.merge(means.sums() | own)
+        return {name: total / samples for name, (total, samples) in merged.items() if samples}
 
     def save(self) -> str:
         """Write a checkpoint and return its path; raises `Refused` with the reason when there is none."""

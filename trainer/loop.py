@@ -26,12 +26,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eventbus import events
-from eventbus.batches import length_of, size_of
+from eventbus.batches import size_of
 from eventbus.fitness import Means, qualified
 from eventbus.rates import rates_of
 from trainer import state
 from trainer.delivery import owed
 from trainer.devices import evaluating, move
+from trainer.lockstep import read_to_the_end, same_buffers
 from trainer.outcome import read_step, read_validation, samples
 from trainer.schedule import plateau_metric
 
@@ -47,7 +48,7 @@ def fit(trainer: Trainer, job: Job) -> None:
     """Train as `job` says; raises what the model, the loader or a raising hook raises, after the terminal events."""
     with trainer.progress as run, trainer.ranks.together():
         set_up(trainer, job)
-        run.ready(batches=length_of(job.train_loader), **trainer.found())
+        run.ready(batches=run.length(job.train_loader), **trainer.found())
         for _ in run.iterate_epochs():
             train(trainer, job)
             validate_epoch(trainer, job)
@@ -156,7 +157,7 @@ def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str
     doing = "val" if phase == "fit" else phase
     with owed(lambda: run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)), trainer.doing(doing):
         run.publish(events.ValStart, step=run.step, **place)
-        with evaluating(trainer.model):
+        with evaluating(trainer.model), same_buffers(trainer.model):
             metrics |= validate_batches(trainer, loader, place)
     return metrics
 
@@ -164,20 +165,18 @@ def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str
 def validate_batches(trainer: Trainer, loader: Iterable[Any], place: dict[str, Any]) -> dict[str, float]:
     """Every batch of a validation."""
     run, means, outputs = trainer.progress, Means(), list[Any]()
-    was_stopped, batch = run.is_stopped, -1
-    for batch, data in enumerate(run.read(loader)):
+    was_stopped, weight = run.is_stopped, 0
+    for batch, data in enumerate(read_to_the_end(run, loader, obeys=place["phase"] != "standalone")):
         result = validate_batch(trainer, data, means, batch=batch, **place)
+        weight += size_of(data) or 1
         if trainer.keeps_outputs:
             outputs.append(result)
-        if place["phase"] != "standalone" and run.ranks.is_alone:
-            run.safe_point()
-            if run.is_stopped and not was_stopped:
-                break
     if run.is_stopped and not was_stopped:
         return {}
-    if batch < 0:
+    if not run.ranks.any(weight > 0):
         raise ValueError(f"The loader to validate on (phase {place['phase']!r}) gave no batch.")
-    return means.means(run.merge) | trainer.validation_numbers(outputs)
+    numbers = trainer.validation_numbers(outputs) if weight else {}
+    return run.averaged(means, numbers, weight=weight)
 
 
 def validate_batch(trainer: Trainer, data: Any, means: Means, **place: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from trainer.departure import Connection, Departure, connections
+from trainer.departure import Connection, Departure, connections, store_of_group
 
 __all__ = ["Ranks"]
 
@@ -98,7 +98,7 @@ class Ranks:
         by_rank = self.gather(own)
         others = [theirs for rank, theirs in enumerate(by_rank) if rank != self.rank]
         shared = frozenset((here, there) for here, there in own if any((there, here) in theirs for theirs in others))
-        return Departure(self.rank, self.world_size, meeting, shared)
+        return Departure(self.rank, self.world_size, meeting, shared, store_of_group())
 
     @property
     def _group(self) -> Any:

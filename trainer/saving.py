@@ -28,7 +28,8 @@ def save_now(trainer: Trainer) -> str:
     """Write ``last.pt`` and return its path; raises `Refused` with the reason when that could not be done."""
     if not trainer.checkpoints:
         raise Refused("this run writes no checkpoints (save_dir=None)")
-    failed = [saved for saved in loop.save(trainer, is_due=True) if saved.error]
+    failed = [saved.error for saved in loop.save(trainer, is_due=True) if saved.error]
+    failed = trainer.ranks.gather(failed)[0]  # rank 0 writes, and the others give its answer
     if failed:
-        raise Refused(failed[0].error)
+        raise Refused(failed[0])
     return str(trainer.last)

@@ -42,7 +42,8 @@ class Steps:
     def validation_end(self, outputs: Sequence[Any]) -> Mapping[str, Any]:
         """Metrics of the whole loader that cannot be averaged over batches, from what each step returned.
 
-        In a distributed run each process sees its own batches, and its numbers are the ones told.
+        In a distributed run each process sees its own batches, and the mean of their numbers, weighted by samples, is
+        told. For what is no such mean either, gather the outputs in here: every process that had batches comes here.
         """
         return {}
 

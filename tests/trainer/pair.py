@@ -38,19 +38,20 @@ class Pair:
         for member in self._members:
             member.pipe.send((scenario, str(directory / f"store-{self._stores}"), arguments))
         answers = [self._answer(member) for member in self._members]
-        failures = [f"rank {rank}:\n{text}" for rank, (is_done, text) in enumerate(answers) if not is_done]
+        if not all(is_alive for is_alive, *_ in answers):
+            self.close(gracefully=False)
+        failures = [f"rank {rank}:\n{text}" for rank, (_, is_done, text) in enumerate(answers) if not is_done]
         assert not failures, "\n".join(failures)
-        return answers[0][1], answers[1][1]
+        return answers[0][2], answers[1][2]
 
-    def _answer(self, member: _Member) -> tuple[bool, Any]:
+    def _answer(self, member: _Member) -> tuple[bool, bool, Any]:
+        """Whether the process is there, whether the scenario went to its end, and what came of it."""
         try:
             if member.pipe.poll(LIMIT_S):
-                return member.pipe.recv()  # type: ignore[no-any-return]
-            gone = f"no answer within {LIMIT_S} s"
+                return True, *member.pipe.recv()
+            return False, False, f"no answer within {LIMIT_S} s"
         except EOFError:
-            gone = f"the process ended with {member.process.exitcode}"
-        self.close(gracefully=False)
-        return False, gone
+            return False, False, "the process has ended"
 
     def close(self, *, gracefully: bool = True) -> None:
         """End both processes; a later `run` starts others."""

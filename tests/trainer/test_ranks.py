@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import pytest
 import torch
 
 from eventbus import EventBus
 from tests.trainer.pair import Pair
-from tests.trainer.toys import Recorder, batches, linear, make_trainer
+from tests.trainer.toys import Lengthless, Recorder, batches, linear, make_trainer
+from trainer import RankFailedError, Trainer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from trainer import Trainer
 
 
 def parallel(bus: EventBus | None, **options: Any) -> Trainer:
     """A trainer of a model whose gradients are averaged over both processes."""
     model = torch.nn.parallel.DistributedDataParallel(options.pop("model", None) or linear())
     return make_trainer(bus, model=model, **options)
+
+
+class Logged(logging.Handler):
+    """What the library warns of, while it lasts."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger("trainbus").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("trainbus").removeHandler(self)
 
 
 # ------------------------------------------------------------------------------------------ deciding together
@@ -138,3 +158,118 @@ def test_a_stop_asked_anywhere_ends_both_at_the_same_step(pair: Pair, tmp_path: 
     for _, _, reason, *steps in zero:
         assert reason == "stopped"
         assert len(set(steps)) == 1
+
+
+# ----------------------------------------------------------------------------------------------- uneven loaders
+
+
+def unevenly(rank: int, kind: str, counts: list[int]) -> dict[str, Any]:
+    """Train on loaders of different lengths, in groups of two batches."""
+    with EventBus(run="r") as bus, Logged() as logged:
+        seen = Recorder(bus, "on_train_*", "on_fit_epoch_end")
+        trainer = parallel(bus, accumulate=2)
+        loader: Any = batches(counts[rank], seed=rank)
+        if kind == "lengthless" or (kind == "mixed" and rank == 0):
+            loader = Lengthless(loader)
+        result = trainer.fit(loader, epochs=2)
+    weights = trainer.model.module.weight.detach()
+    return {
+        "batches": [event.batch for event in seen.of("on_train_batch_end")],
+        "partial": [event.partial for event in seen.of("on_fit_epoch_end")],
+        "end": (result.reason, result.step, weights.tolist()),
+        "said": logged.messages,
+    }
+
+
+@pytest.mark.parametrize("kind", ["with lengths", "mixed", "lengthless"])
+def test_an_epoch_ends_for_all_with_the_shortest_loader(kind: str, pair: Pair, tmp_path: Path) -> None:
+    """E1: nobody waits for a batch that another does not have; it is said once, with the numbers."""
+    zero, one = pair.run(unevenly, tmp_path, kind, [6, 5])
+    assert zero["batches"] == one["batches"] == [0, 1, 2, 3, 4] * 2
+    assert zero["partial"] == one["partial"] == [False, False]
+    assert zero["end"] == one["end"]
+    assert zero["end"][:2] == ("completed", 6)
+    assert one["said"] == []
+    assert zero["said"] == [
+        "The train_loaders have [6, 5] batches, by rank: an epoch ends for all with the shortest. "
+        "A DistributedSampler gives all of them as many."
+        if kind == "with lengths"
+        else "Rank 1 has no batch after the first 5 of an epoch, which so ends for all. "
+        "A DistributedSampler gives all of them as many."
+    ]
+
+
+def with_false_length(rank: int) -> str:
+    class Lying(list[Any]):
+        def __len__(self) -> int:
+            return 5
+
+    with EventBus(run="r") as bus:
+        try:
+            parallel(bus).fit(Lying(batches(5 - rank)), epochs=1)
+        except (ValueError, RankFailedError) as error:
+            return str(error)
+    return ""
+
+
+def test_a_loader_that_is_shorter_than_its_length_is_an_error_for_all(pair: Pair, tmp_path: Path) -> None:
+    zero, one = pair.run(with_false_length, tmp_path)
+    assert one.startswith("The train_loader of rank 1 gave 4 batches, and has at least 5 by its length.")
+    assert one in zero
+
+
+class Judging(Trainer):
+    """Counts what `validation_end` is given."""
+
+    def validation_end(self, outputs: Sequence[Any]) -> Mapping[str, Any]:
+        return {"batches": len(outputs), "worst": max(float(output) for output in outputs)}
+
+
+class Normed(torch.nn.Module):
+    """A model with buffers, which `DistributedDataParallel` sends before each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))  # type: ignore[no-any-return]
+
+
+def validates_unevenly(rank: int, counts: list[int]) -> dict[str, Any]:
+    with EventBus(run="r") as bus:
+        seen = Recorder(bus, "on_val_*")
+        trainer = parallel(bus, model=Normed(), kind=Judging)
+        result = trainer.fit(batches(3, seed=rank), batches(counts[rank], size=2 + rank, seed=7 + rank), epochs=1)
+        alone = trainer.validate(batches(counts[rank], size=2 + rank, seed=7 + rank))
+        assert trainer.model.broadcast_buffers
+    sizes = [(event.metrics["loss"], 2 + rank) for event in seen.of("on_val_batch_end")][: counts[rank]]
+    buffers = [buffer.tolist() for buffer in trainer.model.module.buffers()]
+    return {"metrics": dict(result.metrics), "alone": alone, "sizes": sizes, "buffers": buffers}
+
+
+@pytest.mark.parametrize("counts", [[1, 4], [4, 1], [0, 2]])
+def test_every_process_validates_all_of_its_batches(counts: list[int], pair: Pair, tmp_path: Path) -> None:
+    """Their numbers are told once, over all samples, the same on both; the model is that of rank 0 on both."""
+    zero, one = pair.run(validates_unevenly, tmp_path, counts)
+    assert zero["metrics"] == one["metrics"]
+    assert zero["alone"] == one["alone"] == {name[4:]: v for name, v in zero["metrics"].items() if name[:4] == "val/"}
+    sizes = zero["sizes"] + one["sizes"]
+    total = sum(size for _, size in sizes)
+    assert zero["metrics"]["val/loss"] == pytest.approx(sum(loss * size for loss, size in sizes) / total)
+    shares = [counts[0] * 2, counts[1] * 3]
+    expected = sum(count * share for count, share in zip(counts, shares, strict=True)) / sum(shares)
+    assert zero["metrics"]["val/batches"] == pytest.approx(expected)
+    assert zero["buffers"] == one["buffers"]
+
+
+def with_nothing_to_validate(rank: int) -> str:
+    with pytest.raises(ValueError, match="gave no batch") as raised:
+        parallel(None).fit(batches(1), [], epochs=1)
+    return str(raised.value)
+
+
+def test_a_validation_without_any_batch_is_an_error(pair: Pair, tmp_path: Path) -> None:
+    zero, one = pair.run(with_nothing_to_validate, tmp_path)
+    assert zero == one == "The loader to validate on (phase 'fit') gave no batch."
