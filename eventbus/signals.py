@@ -60,7 +60,7 @@ class StopSignals:
         if names and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 f"signals=({names}) works only on the main thread, where Python handles signals. Run the training "
-                "there, or install a handler there that calls bus.control.stop(…)."
+                "there, or have a handler there that asks: bus.control.stop('SIGTERM', requester='signal')."
             )
         for number in self._signals:
             if signal.getsignal(number) is None:

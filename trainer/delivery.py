@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eventbus.errors import WouldBlockError
 
@@ -29,6 +29,10 @@ class Delivery:
         self._timeout_s = timeout_s
         self._is_closed = False
         self._depth = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process does nothing yet; a bus of the trainer's own arrives closed, to be opened again."""
+        return self.__dict__ | {"_is_closed": self._is_own or self._is_closed, "_depth": 0}
 
     @property
     def is_busy(self) -> bool:

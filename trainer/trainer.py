@@ -122,6 +122,7 @@ class Trainer(Steps, Callbacks, Attributes):
         """
         if self.progress.inbox is not None:
             raise RuntimeError("This trainer is training already; in a callback, train with another one.")
+        self._join_late()
         check_counts(epochs=epochs, max_steps=max_steps, validate_every=validate_every, save_every=save_every)
         if val_loader is None and self.monitor is not None and self.monitor.startswith("val"):
             raise ValueError(f"monitor={self.monitor!r} needs a val_loader.")
@@ -142,6 +143,7 @@ class Trainer(Steps, Callbacks, Attributes):
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Evaluate on a loader (phase "standalone"), in every process of the run; returns the metrics by bare name."""
+        self._join_late()
         self.model.to(self.device)
         with self._delivery.session(), self.ranks.together():
             return loop.validate(self, loader, phase="standalone")
@@ -237,9 +239,26 @@ class Trainer(Steps, Callbacks, Attributes):
         self.ranks = Ranks()
         self.bus = bus if bus is not None else EventBus(run=run)
         self.run = self.ranks.gather(run if run is not None else self.bus.run)[0]
+        self._take_rank()
+        self._delivery = Delivery(self.bus, is_own=bus is None, timeout_s=flush_timeout)
+
+    def _take_rank(self) -> None:
         if not self.ranks.is_alone:
             self.bus.run, self.bus.rank = self.run, self.ranks.rank
-        self._delivery = Delivery(self.bus, is_own=bus is None, timeout_s=flush_timeout)
+
+    def _join_late(self) -> None:
+        """Take part in a process group that was made after this trainer, as in a process that it was sent to."""
+        if self.ranks.is_current:
+            return
+        self.ranks = Ranks()
+        runs = self.ranks.gather(self.run)
+        if len(set(runs)) > 1:
+            raise RuntimeError(
+                "torch.distributed was initialised after this trainer was made, so that its processes have different "
+                f"runs: {', '.join(runs)}. Initialise it first, or give all of them the same run=."
+            )
+        self._take_rank()
+        self._begin(Plan())
 
     def _is_interrupted(self) -> bool:
         return self.progress.reason == "interrupted"
