@@ -37,7 +37,7 @@ class Batches(Lifecycle):
         self.seen = 0
         self.batch_metrics: dict[str, Any] = {}
         self.batch_size: int | None = None
-        #: "skipped" when no update comes of this batch.
+        #: "skipped" when no update comes of this batch: its metrics are told, and are in no mean.
         self.status = "ok"
         self.means = Means()
         #: Whether a batch that completes its group counts as an update, for loops that do not tell theirs.
@@ -102,9 +102,10 @@ class Batches(Lifecycle):
         if not self.is_in_batch:
             return
         self.step += self.counts_steps and self.is_update_due
-        weight = float(self.batch_size or 1)
-        self.means.add(self.batch_metrics, weight)
-        self._window.add(self.batch_metrics, weight)
+        if self.status != "skipped":
+            weight = float(self.batch_size or 1)
+            self.means.add(self.batch_metrics, weight)
+            self._window.add(self.batch_metrics, weight)
         self._close("batch")
         self._tell_batch(self.batch_metrics, self.status)
         if self.log_every is not None and self.step >= self._logged_step + self.log_every:

@@ -188,8 +188,8 @@ class BeforeZeroGrad(Event, shed=True):
 class TrainBatchEnd(Event, shed=True):
     """A batch is done. `metrics` are this rank's, bare names (``loss``); `lr` has one value per parameter group.
 
-    `status` is "ok", "skipped" (no update came of it, e.g. a non-finite gradient) or "retried". Gradients exist
-    only while accumulating.
+    `status` is "ok", "skipped" (no update came of it, e.g. a non-finite gradient; its metrics are in no mean) or
+    "retried" (it succeeded the second time). Gradients exist only while accumulating.
     """
 
     epoch: int

@@ -37,6 +37,8 @@ class Fitting(Progress):
     pending = 0
     #: Whether this batch led to an update.
     has_updated = False
+    #: Whether the run is stopped for numbers that are not finite: its parameters are not worth keeping.
+    has_diverged = False
     #: Whether there is a validation to wait for before an epoch is complete.
     has_validation = False
     #: Whether every batch of the epoch was trained on, so that a resumed run takes the next epoch.

@@ -57,7 +57,9 @@ class Job:
         return self.val_loader is not None and _is_due_after_epoch(self.validate_every, run)
 
     def saves_epoch(self, run: Fitting) -> bool:
-        """Whether a checkpoint follows this epoch: when it is due, and always when the run ends with it."""
+        """Whether a checkpoint follows this epoch: when it is due, and when the run ends with it in good health."""
+        if run.has_diverged:
+            return False
         return run.should_stop or _is_due_after_epoch(self.save_every, run)
 
     def validates_step(self, run: Fitting) -> bool:

@@ -9,14 +9,22 @@ What fires under each way to end, besides the hooks of the epochs that ran::
                                       | ended at once, partial=True  | is written             | stopped
     one of `signals` (SIGTERM)        | the same                     | the same, and no test  | on_control,
                                       |                              |                        | interrupted
-    an exception: model, loader, loss,| batch ended, status=skipped; | neither                | on_exception,
-    or a hook with on_error="raise"   | epoch ended, partial=True    |                        | failed
+    NaN with on_nan="stop"            | batch ended, status=skipped; | neither: the last.pt   | on_control,
+                                      | epoch ended, partial=True    | of before is kept      | stopped
+    an exception: model, loader, loss,| the same                     | neither                | on_exception,
+    a hook with on_error="raise",     |                              |                        | failed
+    on_nan="raise", memory            |                              |                        |
     Ctrl-C (KeyboardInterrupt)        | the same                     | neither                | on_exception,
                                       |                              |                        | interrupted
 
 Always: an end for every start, answers to requests that wait, one `on_train_end` with that reason, one `teardown`;
 then the bus is flushed, and the original exception leaves `Trainer.fit`. A stop that is asked for during the last
 hooks of an epoch (`on_fit_epoch_end`) finds the epoch complete.
+
+A batch that nothing comes of ends with status="skipped", and its metrics are in no mean: when `training_step` returns
+None, when the loss is not finite (on_nan="skip"; neither `on_after_backward` nor an update) or the gradients are not
+(`on_before_optimizer_step` and `on_before_zero_grad` fire, `optimizer_step` does not), and when memory did not suffice
+(on_oom="skip"). One that succeeded the second time (on_oom="retry") ends with status="retried".
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ from trainer import state
 from trainer.delivery import owed
 from trainer.devices import evaluating, move
 from trainer.lockstep import read_to_the_end, same_buffers
+from trainer.mishaps import is_usable, with_memory
 from trainer.outcome import read_step, read_validation, samples
 from trainer.schedule import plateau_metric
 
@@ -97,26 +106,36 @@ def train(trainer: Trainer, job: Job) -> None:
 def train_batch(trainer: Trainer, batch: Any) -> None:
     """Forward, backward, and an update when its group is complete."""
     run = trainer.progress
-    trainer.batch = move(batch, trainer.device)
-    result = trainer.training_step(trainer.batch)
-    if result is None:  # nothing to learn from this batch
-        run.status = "skipped"
-    else:
-        outcome = read_step(result)
-        run.batch_metrics = outcome.metrics
-        trainer.backward(outcome.loss / trainer.accumulate)
+    if with_memory(trainer, partial(learn, trainer, batch)):
         run.pending += 1
         run.publish(events.AfterBackward, **run.position)
+    else:
+        run.status = "skipped"
     if run.is_update_due and run.pending:
         update(trainer)
 
 
+def learn(trainer: Trainer, batch: Any) -> bool:
+    """Forward and backward; False when there is nothing to learn from this batch."""
+    trainer.batch = move(batch, trainer.device)
+    result = trainer.training_step(trainer.batch)
+    outcome = None if result is None else read_step(result)
+    trainer.progress.batch_metrics = {} if outcome is None else outcome.metrics
+    if not is_usable(trainer, None if outcome is None else outcome.loss, "loss") or outcome is None:
+        return False
+    trainer.backward(outcome.loss / trainer.accumulate)
+    return True
+
+
 def update(trainer: Trainer) -> None:
-    """One optimizer update from the gradients of a group of batches."""
+    """One optimizer update from the gradients of a group of batches; not from gradients that are not finite."""
     run = trainer.progress
-    grad_norm = trainer.finish_gradients(run.pending, wants_norm=run.bus.hears(events.OptimizerStep))
+    is_scaled = trainer.scaler is not None and trainer.scaler.is_enabled()  # a scaler skips such updates by itself
+    wants_norm = run.bus.hears(events.OptimizerStep) or (trainer.on_nan != "ignore" and not is_scaled)
+    grad_norm = trainer.finish_gradients(run.pending, wants_norm=wants_norm)
+    is_good = is_scaled or is_usable(trainer, grad_norm, "gradient norm")
     run.publish(events.BeforeOptimizerStep, **run.position)
-    if trainer.optimizer_step():
+    if is_good and trainer.optimizer_step():
         run.step += 1
         run.has_updated = True
         run.publish(events.OptimizerStep, lr=rates_of(trainer.optimizer), grad_norm=grad_norm, **run.position)
@@ -131,7 +150,9 @@ def step_scheduler(trainer: Trainer, moment: str) -> None:
     """Step the scheduler if this is its moment: a "step", or the end of an "epoch" or of its "validation"."""
     run, is_its_moment = trainer.progress, trainer.schedule == moment
     if is_its_moment and moment == "validation" and run.is_validated and not run.is_partial:
-        trainer.scheduler.step(plateau_metric(run.fitness.names, run.metrics))
+        value = plateau_metric(run.fitness.names, run.metrics)
+        if value is not None:
+            trainer.scheduler.step(value)
     if is_its_moment and moment != "validation" and (run.has_updated if moment == "step" else not run.is_partial):
         trainer.scheduler.step()
     if moment != "step":

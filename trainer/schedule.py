@@ -15,16 +15,16 @@ def schedule_of(scheduler: Any, optimizer: Any, every: str) -> tuple[Any, str | 
 
     That is "validation" when it follows a metric, else every "epoch" or "step"; None without one.
     """
-    if callable(scheduler) and not hasattr(scheduler, "step"):
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     if scheduler is None:
         return None, None
     return scheduler, "validation" if isinstance(scheduler, ReduceLROnPlateau) else every
 
 
-def plateau_metric(names: Sequence[str], metrics: Mapping[str, float]) -> float:
-    """The monitored value itself, else ``val/loss``, else ``train/loss``, which every epoch has."""
-    return next(metrics[name] for name in (*names, "val/loss", "train/loss") if name in metrics)
+def plateau_metric(names: Sequence[str], metrics: Mapping[str, float]) -> float | None:
+    """The monitored value itself, else ``val/loss``, else ``train/loss``; None when every batch was skipped."""
+    return next((metrics[name] for name in (*names, "val/loss", "train/loss") if name in metrics), None)
 
 
 def rescale(scheduler: Any, old: Sequence[float], new: Sequence[float]) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from eventbus.lifecycle import Plan
     from trainer.trainer import Trainer
 
-__all__ = ["settings_of"]
+__all__ = ["one_of", "settings_of"]
 
-_TAKEN = ("accumulate", "clip_norm", "log_every", "mode", "monitor", "seed")
+_TAKEN = ("accumulate", "clip_norm", "log_every", "mode", "monitor", "on_nan", "on_oom", "seed")
+
+_T = TypeVar("_T")
+
+
+def one_of(name: str, value: _T, known: tuple[Any, ...]) -> _T:
+    """The value of an option, when it is one of those that are known; raises `ValueError` otherwise."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known; it is {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+    return value
 
 
 def settings_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:

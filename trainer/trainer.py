@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -25,10 +25,11 @@ from trainer.delivery import Delivery
 from trainer.devices import choose_device, unwrapped
 from trainer.fitting import make_run, positive_number
 from trainer.job import FitResult, Job, check_counts, result_of
+from trainer.mishaps import OnNan, OnOom, check_ranks
 from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
 from trainer.schedule import schedule_of
-from trainer.settings import settings_of
+from trainer.settings import one_of, settings_of
 from trainer.state import find_checkpoint
 from trainer.steps import Steps
 
@@ -53,6 +54,9 @@ class Trainer(Steps, Callbacks, Attributes):
     - `accumulate`: batches per optimizer update. `clip_norm`: the largest gradient norm.
     - `log_every`: steps between two `on_log`. `scheduler_every`: "epoch" or "step".
     - `signals`: those that end the training cleanly, as "interrupted" (``"SIGTERM"``); none unless asked.
+    - `on_nan`: what becomes of a loss or gradient norm that is not finite: "ignore", "skip" the batch, "stop" the run,
+      "raise". All but "ignore" wait for the GPU in every batch. (A scaler skips updates itself, whatever this says.)
+    - `on_oom`: when memory does not suffice for a batch: "raise", "skip" it, or "retry" it once after freeing some.
     - `on_callback_error`: "isolate", or "raise" to end the training with the callback's exception.
     - `flush_timeout`: how long the end of `fit` waits for subscribers, in seconds.
     """
@@ -77,6 +81,8 @@ class Trainer(Steps, Callbacks, Attributes):
         accumulate: int = 1,
         clip_norm: float | None = None,
         log_every: int = 50,
+        on_nan: OnNan = "ignore",
+        on_oom: OnOom = "raise",
         on_callback_error: Literal["isolate", "raise"] = "isolate",
         signals: Iterable[str | int] = (),
         flush_timeout: float = 10.0,
@@ -92,8 +98,11 @@ class Trainer(Steps, Callbacks, Attributes):
         self.clip_norm = positive_number("clip_norm", clip_norm)
         self.log_every = positive("log_every", log_every)
         self.signals = signals_of(signals)
+        self.on_nan = one_of("on_nan", on_nan, get_args(OnNan))
+        self.on_oom = one_of("on_oom", on_oom, get_args(OnOom))
         self.monitor, self.mode = monitor, mode
         self._join(bus, run, flush_timeout)
+        check_ranks(self.on_oom, self.ranks)
         self.save_dir = _filled_in(save_dir, self.run, self.rank)
         self._fits = 0
         self._set_up_callbacks(callbacks, on_callback_error)
