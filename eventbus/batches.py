@@ -44,8 +44,9 @@ class Batches(Lifecycle):
         self.counts_steps = False
         #: Whether a learning rate that changes during a batch is told, as "callback".
         self.watches_rates = False
-        self._window = Means()
-        self._logged_step = self.step
+        #: The same since the last `on_log`, and the step that had.
+        self.window = Means()
+        self.logged_step = self.step
         self._rates: tuple[float, ...] = ()
         #: What has begun and not ended: "epoch", "training", "batch".
         self._open: set[str] = set()
@@ -53,7 +54,6 @@ class Batches(Lifecycle):
     def ready(self, **found: Any) -> None:
         """Say that set-up is done and that the epochs begin, as `Lifecycle.ready` does."""
         self._rates = rates_of(self.optimizer)
-        self._logged_step = self.step
         super().ready(**found)
 
     @property
@@ -105,11 +105,10 @@ class Batches(Lifecycle):
         if self.status != "skipped":
             weight = float(self.batch_size or 1)
             self.means.add(self.batch_metrics, weight)
-            self._window.add(self.batch_metrics, weight)
+            self.window.add(self.batch_metrics, weight)
         self._close("batch")
         self._tell_batch(self.batch_metrics, self.status)
-        if self.log_every is not None and self.step >= self._logged_step + self.log_every:
-            self._tell_averages()
+        self.tell_averages()
         if self.watches_rates:
             self.tell_rates("callback")
 
@@ -117,11 +116,14 @@ class Batches(Lifecycle):
         size, rates = self.batch_size, rates_of(self.optimizer)
         self.publish(TrainBatchEnd, metrics=metrics, lr=rates, batch_size=size, status=status, **self.position)
 
-    def _tell_averages(self) -> None:
-        values = qualified("train", self._window.running())
+    def tell_averages(self) -> None:
+        """Publish the means since the last `on_log`, when `log_every` steps were made since."""
+        if self.log_every is None or self.step < self.logged_step + self.log_every:
+            return
+        values = qualified("train", self.window.running())
         values |= {f"lr/pg{group}": rate for group, rate in enumerate(rates_of(self.optimizer))}
-        self._window = Means()
-        self._logged_step = self.step
+        self.window = Means()
+        self.logged_step = self.step
         self.publish(Log, epoch=self.epoch, step=self.step, values=values)
 
     def tell_rates(self, reason: str) -> None:

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["Fitness", "Means", "Mode", "Sums", "number", "qualified", "unknown_monitor"]
 
@@ -59,8 +59,9 @@ class Means:
 
     __slots__ = ("_sums",)
 
-    def __init__(self) -> None:
-        self._sums: dict[str, list[Any]] = {}
+    def __init__(self, sums: Mapping[str, Sequence[float]] | None = None) -> None:
+        #: Of `sums`, to go on from them.
+        self._sums: dict[str, list[Any]] = {name: list(sum_) for name, sum_ in (sums or {}).items()}
 
     def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
         """Add a batch; `weight` is its number of samples."""
@@ -75,8 +76,10 @@ class Means:
         return {name: total / weight for name, (total, weight) in self._sums.items() if weight}
 
     def sums(self) -> Sums:
-        """Everything as Python numbers: a device synchronisation where metrics are on a GPU."""
-        return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
+        """Everything as Python numbers: a device synchronisation where metrics are on a GPU, once for the same sums."""
+        for held in self._sums.values():
+            held[0] = float(held[0])
+        return {name: (total, weight) for name, (total, weight) in self._sums.items()}
 
     def means(self, merge: Callable[[Sums], Sums] = lambda sums: sums) -> dict[str, float]:
         """The means as Python numbers; `merge` may add what other processes have."""
@@ -119,7 +122,8 @@ class Fitness:
         """
         self.previous_best = self.best
         source = self._source(metrics, validated=validated)
-        current = self.current = None if source is None else self._signed(source, metrics[source])
+        # as a float, since a numpy scalar in a checkpoint could not be read again
+        current = self.current = None if source is None else self._signed(source, float(metrics[source]))
         if current is not None and not math.isnan(current) and (self.best is None or current > self.best):
             self.best = current
 

@@ -135,6 +135,7 @@ class Progress(Batches):
         self.metrics = {}
         self.means = Means()
         self.is_partial = self.is_validated = False
+        self.take_up()
         self._epoch_began = monotonic()
         self.phase = "train"
         self._open |= {"epoch", "training"}
@@ -165,13 +166,17 @@ class Progress(Batches):
         if not self.is_in_epoch:
             return
         self.tell_rates("callback" if self.watches_rates else "schedule")
-        is_whole = not self.is_partial or self.reached_max_steps
-        self.fitness.judge(self.metrics if is_whole else {}, validated=is_whole and self.is_validated)
+        self.fitness.judge(self.metrics if self.is_whole else {}, validated=self.is_whole and self.is_validated)
         self.best_fitness = self.fitness.best
         self.whole_epochs += not self.is_partial
         self._close("epoch")
         self._tell_epoch()
         self._after_epoch()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the epoch is to be judged: it was not cut short, or only by `max_steps`."""
+        return not self.is_partial or self.reached_max_steps
 
     def _after_epoch(self) -> None:
         while self.after_epoch:
@@ -220,6 +225,9 @@ class Progress(Batches):
     def read_in_step(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield what a loader gives, for as long as all processes of the run have a batch."""
         return self.read(loader)
+
+    def take_up(self) -> None:
+        """Put an epoch that is about to begin where it was, if it is one that had begun before."""
 
     def share(self, requests: list[Request]) -> list[Request]:
         """The requests of all processes of the run."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,9 +57,17 @@ class ModelCheckpoint(Callback):
             raise ValueError("ModelCheckpoint needs a directory, since the trainer has save_dir=None.")
         return directory
 
+    def on_pretrain_routine_start(self, trainer: Trainer) -> None:
+        """Remove what a killed process left half written."""
+        if trainer.rank == 0:
+            directory = self.directory_in(trainer.save_dir)
+            for left in (*directory.glob(".last.pt.*.tmp"), *directory.glob(".best.pt.*.tmp")):
+                with contextlib.suppress(OSError):
+                    left.unlink()
+
     def on_fit_epoch_end(self, trainer: Trainer) -> None:
         """Judge the epoch by the metric of its own."""
-        if self._fitness is not None:
+        if self._fitness is not None and trainer.progress.is_whole:
             self._fitness.judge(trainer.metrics, validated=trainer.progress.is_validated)
 
     def save(
@@ -67,11 +77,12 @@ class ModelCheckpoint(Callback):
         fitness = self._fitness or trainer.progress.fitness
         last, best = (self.directory_in(trainer.save_dir) / name for name in ("last.pt", "best.pt"))
         written: list[Saved] = []
-        if is_due:
-            written.append(save_file(last, state, fitness))
+        # The best first: a process killed in between goes on from the older last.pt, and comes by this best again.
         if is_judged and fitness.is_best:
-            copy_of = last if written and not written[0].error else None
-            written.append(save_file(best, state, fitness, is_best=True, copy_of=copy_of))
+            written.append(save_file(best, state, fitness, is_best=True))
+        if is_due:
+            copy_of = best if written and not written[0].error else None
+            written.insert(0, save_file(last, state, fitness, copy_of=copy_of))
         return written
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -123,6 +134,29 @@ def _write(path: Path, state: Mapping[str, Any]) -> None:
     with path.open("wb") as file:
         torch.save(state, file)
         _sync(file)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # maps the tensors and reads none of them
+    except pickle.UnpicklingError as error:
+        raise TypeError(_unreadable(state)) from error
+
+
+def _unreadable(state: Mapping[str, Any]) -> str:
+    """Name what in a checkpoint cannot be read again without running code."""
+    parts = {name: part for name, part in state.items() if name != "callbacks"}
+    parts |= {f"callback {name}": part for name, part in state.get("callbacks", {}).items()}
+    wrong = [name for name, part in parts.items() if not _is_readable(part)]
+    return f"the state of {', '.join(wrong)} could not be read again: keep it to tensors, numbers, str, list and dict"
+
+
+def _is_readable(part: Any) -> bool:
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def _link(source: Path, target: Path) -> None:

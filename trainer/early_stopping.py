@@ -19,8 +19,8 @@ class EarlyStopping(Callback):
     """Ask for a stop after `patience` epochs in a row without a gain of more than `min_delta`.
 
     It follows the trainer's fitness, or `monitor` (with `mode`) when given; an epoch that lacks the metric does not
-    count, one where it is NaN counts as no gain. A run that was stopped by it stops at once when it is resumed,
-    unless `reset` is called.
+    count, nor does one that was cut short; one where it is NaN counts as no gain. A run that was stopped by it stops at
+    once when it is resumed; asked for more epochs or steps than before (or after `reset`), it waits anew.
     """
 
     def __init__(
@@ -42,11 +42,15 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Stop a resumed run again, if it had been stopped by this."""
+        if self.reason and trainer.progress.wants_more:
+            self.waited, self.reason = 0, ""
         if self.reason:
             self._stop(trainer)
 
     def on_fit_epoch_end(self, trainer: Trainer) -> None:
         """Count an epoch."""
+        if not trainer.progress.is_whole:
+            return
         fitness = self._fitness
         if fitness is None:
             fitness = trainer.progress.fitness

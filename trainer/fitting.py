@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,14 @@ from eventbus.fitness import Fitness
 from eventbus.progress import Progress
 from eventbus.request import Request
 from trainer import lockstep, saving
+from trainer.place import Next, Place, go_to, place_of
+from trainer.randomness import generators_of, set_rng_state
+from trainer.reading import keeps_its_place
 from trainer.schedule import rescale
 
 if TYPE_CHECKING:
+    import torch
+
     from eventbus.fitness import Means, Sums
     from eventbus.lifecycle import Plan
     from trainer.job import Job
@@ -41,10 +46,27 @@ class Fitting(Progress):
     has_diverged = False
     #: Whether there is a validation to wait for before an epoch is complete.
     has_validation = False
-    #: Whether every batch of the epoch was trained on, so that a resumed run takes the next epoch.
-    is_trained = False
     #: Whether it was said that the loaders of the processes differ.
     is_unevenness_told = False
+    #: What the loop does next, for a run that goes on from a checkpoint taken now.
+    next: Next = "epoch"
+    #: Where such a run goes on instead, while what is being done now would be done again.
+    held: Place | None = None
+    #: Where the epoch that begins next goes on: that of the checkpoint, for the first one.
+    place: Place | None = None
+    #: The random numbers with which the reading of the epoch began.
+    epoch_rng: Mapping[str, Any] | None = None
+    #: Generators of the loaders' own.
+    generators: Sequence[torch.Generator] = ()
+    #: The loader, if it keeps its own place, and whether it is being read.
+    stateful_loader: Any = None
+    is_reading = False
+    #: What it said last.
+    read_state: Any = None
+    #: Whether there was a batch since ``last.pt`` was written.
+    is_unsaved = False
+    #: Whether the plan was extended since the checkpoint, so that what had ended the run does not end it again.
+    wants_more = False
 
     @property
     def counts_in_steps(self) -> bool:
@@ -58,20 +80,55 @@ class Fitting(Progress):
 
     @property
     def resume_epoch(self) -> int:
-        """Where a run goes on from here: an epoch that was cut short is trained again from its start."""
+        """The epoch in which a run goes on from here."""
         if not self.begun_epochs:
             return self.start_epoch
-        return self.epoch + 1 if self.is_trained else self.epoch
+        return self.epoch + 1 if self.next == "epoch" else self.epoch
 
     def begin_epoch(self) -> None:
-        """Begin the next epoch."""
-        self.is_trained = False
+        """Begin the next epoch, or the rest of the one that a checkpoint was taken in."""
+        place, self.held = self.place, None
+        if place is not None and place.next == "epoch":
+            set_rng_state(place.rng, self.generators)
         super().begin_epoch()
+        if place is not None and place.next != "epoch":
+            set_rng_state(place.rng, self.generators)
         self.is_validated = not self.has_validation
+
+    def take_up(self) -> None:
+        """Put the epoch where it was, when it is the first after a resume."""
+        self.next, self.epoch_rng, self.is_reading = "batch", None, False
+        place, self.place = self.place, None
+        if place is not None and place.next != "epoch":
+            go_to(self, place)
+
+    def take_place(self) -> Place:
+        """Where a run goes on that is resumed from a checkpoint taken now."""
+        if self.place is not None:  # no epoch has begun yet
+            return self.place
+        return self.held or place_of(self)
+
+    def hold(self) -> None:
+        """Let checkpoints say that the run is here, until the next batch or epoch: what comes would be done again."""
+        self.held = self.held or place_of(self)
+
+    def go(self, next: Next) -> None:
+        """Say what the loop does next; everything before that is done."""
+        self.next, self.held = next, None
+
+    def loader_state(self) -> Any:
+        """The place that the loader keeps itself, if it does."""
+        if self.stateful_loader is None:
+            return None
+        if self.is_reading:
+            self.read_state = self.stateful_loader.state_dict()
+        return self.read_state
 
     def start_batch(self, batch: Any) -> None:
         """Begin a batch that was read from the loader."""
         self.has_updated = False
+        self.is_unsaved = True
+        self.go("schedule")
         super().start_batch(batch)
 
     def length(self, loader: Any) -> int | None:
@@ -151,11 +208,14 @@ def make_run(trainer: Trainer, plan: Plan, job: Job | None) -> Fitting:
     run = Fitting(trainer.bus, plan, optimizer=trainer.optimizer, fitness=fitness, log_every=trainer.log_every)
     run.ranks = trainer.ranks
     run.is_alone = trainer.ranks.is_alone
+    run.accumulate = trainer.accumulate
     run.saver = partial(saving.save_now, trainer)
     run.on_rates_set = partial(rescale, trainer.scheduler)
     run.watches_rates = trainer.schedule != "step"
     run.settings["clip_norm"] = setter(trainer, "clip_norm", positive_number)
     if job is not None:
         run.has_validation = job.val_loader is not None
+        run.generators = generators_of(job.train_loader, job.val_loader)
+        run.stateful_loader = job.train_loader if keeps_its_place(job.train_loader) else None
         run.settings |= {name: setter(job, name) for name in ("save_every", "validate_every")}
     return run

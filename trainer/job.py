@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from trainer.fitting import Fitting
     from trainer.trainer import Trainer
 
-__all__ = ["FitResult", "Job", "check_counts", "result_of"]
+__all__ = ["FitResult", "Job", "check_counts", "result_of", "say_that_nothing_was_left"]
+
+_log = logging.getLogger("trainbus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,7 @@ class FitResult:
 
     #: "completed", "stopped", or "interrupted" by one of `signals`; other ends leave `Trainer.fit` as an exception.
     reason: str
-    #: What the stop was asked with; empty when it was not stopped.
+    #: What the stop was asked with, or that a resumed run had nothing left to train; empty otherwise.
     stop_reason: str
     #: The last epoch that began, 0-based; None when there was none.
     epoch: int | None
@@ -92,6 +95,20 @@ def _is_due_after_step(every: int | None, run: Fitting) -> bool:
     if every is None or not run.counts_in_steps or run.reached_max_steps:
         return False
     return run.has_updated and run.step % every == 0
+
+
+def say_that_nothing_was_left(run: Fitting) -> None:
+    """Tell why a resumed run did not train: its plan is done, or what stopped it before did so again."""
+    if run.is_interrupted:
+        return
+    if not run.is_stopped:
+        done = [f"{run.start_epoch} of {run.epochs} epochs"] if run.epochs is not None else []
+        done += [f"{run.step} of {run.max_steps} steps"] if run.max_steps is not None else []
+        run.stop_reason = f"nothing was left to train: {' and '.join(done)} are done"
+    _log.warning(
+        "Run %r was resumed and trained nothing: %s. To go on, ask for more epochs= or max_steps=.",
+        run.run, run.stop_reason or "it was stopped at once",
+    )  # fmt: skip
 
 
 def result_of(trainer: Trainer) -> FitResult:

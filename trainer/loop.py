@@ -40,9 +40,11 @@ from eventbus.rates import rates_of
 from trainer import state
 from trainer.delivery import owed
 from trainer.devices import evaluating, move
+from trainer.job import say_that_nothing_was_left
 from trainer.lockstep import read_to_the_end, same_buffers
 from trainer.mishaps import is_usable, with_memory
 from trainer.outcome import read_step, read_validation, samples
+from trainer.reading import Reading
 from trainer.schedule import plateau_metric
 
 if TYPE_CHECKING:
@@ -62,8 +64,14 @@ def fit(trainer: Trainer, job: Job) -> None:
             train(trainer, job)
             validate_epoch(trainer, job)
             step_scheduler(trainer, "validation")
+            if not run.is_partial:
+                run.go("epoch")
             run.end_epoch()
             save(trainer, is_due=job.saves_epoch(run), is_judged=True)
+        if run.is_unsaved:  # asked to end only after it was clear that no checkpoint was due
+            save(trainer, is_due=True)
+        if job.checkpoint_path is not None and not run.begun_epochs:
+            say_that_nothing_was_left(run)
         if job.test_loader is not None and not run.is_interrupted:
             run.metrics |= qualified("test", validate(trainer, job.test_loader, phase="test"))
 
@@ -79,16 +87,28 @@ def set_up(trainer: Trainer, job: Job) -> None:
 
 
 def train(trainer: Trainer, job: Job) -> None:
-    """The training part of one epoch."""
+    """The training part of one epoch, or what a resumed run finds left of it."""
     run = trainer.progress
-    for batch in run.iterate(job.train_loader, trainer.accumulate):
+    if run.next != "validation":
+        train_batches(trainer, job)
+        run.is_partial |= run.next != "batch"
+        step_scheduler(trainer, "epoch")
+        if not run.is_partial:
+            run.go("validation")
+    run.hold()
+    trainer.optimizer.zero_grad()
+    run.pending = 0
+    run.end_training()
+
+
+def train_batches(trainer: Trainer, job: Job) -> None:
+    """Every batch of an epoch, with what is due by steps in between."""
+    run = trainer.progress
+    finish_batch(trainer, job)  # of a run that was resumed in between
+    for batch in run.iterate(Reading(job.train_loader, run), trainer.accumulate):
         train_batch(trainer, batch)
         run.end_batch()
-        step_scheduler(trainer, "step")
-        if job.validates_step(run):
-            validate_between_batches(trainer, job)
-        if job.saves_step(run):
-            save(trainer, is_due=True)
+        finish_batch(trainer, job)
     if not run.seen and not run.is_stopped:
         raise ValueError(
             f"The train_loader gave no batch in epoch {run.epoch}. If it is a generator, it can be read only once: "
@@ -96,11 +116,23 @@ def train(trainer: Trainer, job: Job) -> None:
         )
     if run.pending and not run.is_stopped:
         update(trainer)  # a loader that does not know its length: that its last group is smaller is only known now
-    trainer.optimizer.zero_grad()
-    run.pending = 0
-    run.is_trained = not run.is_partial
-    step_scheduler(trainer, "epoch")
-    run.end_training()
+        run.go("schedule")
+        finish_batch(trainer, job)
+
+
+def finish_batch(trainer: Trainer, job: Job) -> None:
+    """What follows a batch: the schedule, a validation and a checkpoint that are due by steps."""
+    run = trainer.progress
+    if run.next == "schedule":
+        run.tell_averages()  # told with the end of the batch already, unless a hook at that end took a checkpoint
+        step_scheduler(trainer, "step")
+        run.go("checks")
+    if run.next == "checks":
+        if job.validates_step(run) and not validate_between_batches(trainer, job):
+            return  # cut short by a stop: a resumed run does it again
+        run.go("batch")
+        if job.saves_step(run):
+            save(trainer, is_due=True)
 
 
 def train_batch(trainer: Trainer, batch: Any) -> None:
@@ -215,21 +247,35 @@ def validate_batch(trainer: Trainer, data: Any, means: Means, **place: Any) -> A
     return result
 
 
-def validate_between_batches(trainer: Trainer, job: Job) -> None:
-    """A validation that is due by steps: it may find a new best, and leaves the epoch's own metrics alone."""
+def validate_between_batches(trainer: Trainer, job: Job) -> bool:
+    """A validation that is due by steps: it may find a new best, and leaves the epoch's own metrics alone.
+
+    False when a stop cut it short.
+    """
     run = trainer.progress
+    run.hold()
     metrics = qualified("val", validate(trainer, job.val_loader or (), phase="fit"))
     if metrics:
+        run.go("batch")
         run.fitness.judge(metrics, validated=True)
         run.best_fitness = run.fitness.best
         save(trainer, is_judged=True)
+    return bool(metrics)
 
 
 def save(trainer: Trainer, *, is_due: bool = False, is_judged: bool = False) -> list[Saved]:
-    """Write the checkpoints that are due, and ``best.pt`` when the model was just judged and is the best."""
+    """Write the checkpoints that are due, and ``best.pt`` when the model was just judged and is the best.
+
+    Every process takes part, since each has a place of its own, and the first one writes.
+    """
+    if not trainer.checkpoints:
+        return []
+    run = trainer.progress
+    places = None if run.is_alone else run.ranks.gather(run.take_place())
+    run.is_unsaved &= not is_due
     if trainer.rank != 0:
         return []
-    take_state = partial(state.collect, trainer)
+    take_state = partial(state.collect, trainer, places)
     with trainer.doing("save"):
         written = [
             saved

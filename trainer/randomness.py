@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["rng_state", "seed_everything", "set_rng_state"]
+__all__ = ["generators_of", "rng_state", "seed_everything", "set_rng_state"]
 
 
 def seed_everything(seed: int) -> None:
@@ -21,8 +21,20 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process, in types that load without running code."""
+def generators_of(*loaders: Any) -> list[torch.Generator]:
+    """The generators that loaders and their samplers were given, each once."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())
+
+
+def rng_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """The state of every generator of this process and of those given, in types that load without running code."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -30,10 +42,12 @@ def rng_state() -> dict[str, Any]:
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, [int(key) for key in keys], *rest)
+    if generators:
+        state["given"] = [generator.get_state() for generator in generators]
     return state
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
     """Go on where `rng_state` was taken; generators that are not here are left out."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -43,3 +57,5 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(tuple(state["numpy"]))
+    for generator, given in zip(generators, state.get("given", ()), strict=False):
+        generator.set_state(given)

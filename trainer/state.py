@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eventbus.fitness import Means
 from trainer.devices import unwrapped
-from trainer.randomness import rng_state, set_rng_state
+from trainer.place import Place, plain
+from trainer.reading import start_workers
 
 if TYPE_CHECKING:
     from trainer.callback import Callback
@@ -19,30 +22,41 @@ if TYPE_CHECKING:
 
 __all__ = ["collect", "find_checkpoint", "read_checkpoint", "restore"]
 
-_FORMAT = 1
+#: 1 had no places: in it, an epoch that was cut short begins anew.
+_FORMAT = 2
+#: What a trainer may have beside its model and optimizer, each with a ``state_dict``; None where it has none.
+_PARTS = ("scheduler", "scaler")
 _log = logging.getLogger("trainbus")
 
 
-def collect(trainer: Trainer) -> dict[str, Any]:
-    """Everything a resumed run needs, as it is now; plain types and tensors, so that reading it runs no code."""
+def collect(trainer: Trainer, places: Sequence[Place] | None = None) -> dict[str, Any]:
+    """Everything a resumed run needs, as it is now; plain types and tensors, so that reading it runs no code.
+
+    `places` are those of all processes of the run, by rank; None = this one's.
+    """
     run = trainer.progress
     return {
         "format": _FORMAT,
         "model": unwrapped(trainer.model).state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
-        "scaler": None if trainer.scaler is None else trainer.scaler.state_dict(),
+        **{name: _state_of(getattr(trainer, name)) for name in _PARTS},
         "epoch": run.resume_epoch,
         "step": run.step,
         "global_batch": run.global_batch,
         "fitness": run.fitness.state_dict(),
         "best_fitness": run.best_fitness,
-        "metrics": dict(run.metrics),
+        "metrics": plain(run.metrics),
         "callbacks": {key: dict(callback.state_dict()) for key, callback in _by_key(trainer)},
-        "rng": rng_state(),
+        "places": [vars(place) for place in places or [run.take_place()]],
         "run": run.run,
         "attempt": run.attempt,
+        "epochs": run.epochs,
+        "max_steps": run.max_steps,
     }
+
+
+def _state_of(part: Any) -> Any:
+    return None if part is None else part.state_dict()
 
 
 def find_checkpoint(
@@ -57,29 +71,62 @@ def find_checkpoint(
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint into host memory; raises `ValueError` for a file that is none of ours."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != _FORMAT:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(checkpoint, dict) or "format" not in checkpoint:
         raise ValueError(f"{path} is no checkpoint to resume from. Trainer.load_weights reads mere weights.")
+    if checkpoint["format"] == 1:
+        checkpoint |= {"places": [{"next": "epoch", "rng": checkpoint["rng"], "logged_step": checkpoint["step"]}]}
+    elif checkpoint["format"] != _FORMAT:
+        raise ValueError(f"{path} has format {checkpoint['format']}; this version reads those up to {_FORMAT}.")
     return checkpoint
 
 
 def restore(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Put a run where the checkpoint was taken; random numbers last, since loading may draw some."""
+    """Put a run where the checkpoint was taken; its first epoch goes on from the place of this process."""
     run = trainer.progress
     unwrapped(trainer.model).load_state_dict(checkpoint["model"])
     trainer.optimizer.load_state_dict(checkpoint["optimizer"])
-    for name in ("scheduler", "scaler"):
+    # its updates were made by an earlier process: else a schedule whose step comes first here would be warned of
+    trainer.optimizer._opt_called = checkpoint["step"] > 0  # type: ignore[attr-defined]  # read by torch's schedulers
+    for name in _PARTS:
         part = getattr(trainer, name)
-        if part is not None and checkpoint[name] is not None:
+        if part is not None and checkpoint.get(name) is not None:
             part.load_state_dict(checkpoint[name])
+    if trainer.scaler is not None:
+        trainer.scaler.scale(torch.zeros((), device=trainer.device))  # else an open group could not be unscaled
     run.start_epoch = run.epoch = checkpoint["epoch"]
     run.step = checkpoint["step"]
     run.global_batch = checkpoint["global_batch"]
     run.fitness.load_state_dict(checkpoint["fitness"])
     run.best_fitness = run.fitness.best
     run.metrics = dict(checkpoint["metrics"])
+    run.wants_more = any(_is_more(getattr(run, name), checkpoint.get(name)) for name in ("epochs", "max_steps"))
     _restore_callbacks(trainer, checkpoint["callbacks"])
-    set_rng_state(checkpoint["rng"])
+    _restore_place(trainer, checkpoint["places"])
+
+
+def _is_more(limit: int | None, former: int | None) -> bool:
+    return former is not None and (limit is None or limit > former)
+
+
+def _restore_place(trainer: Trainer, places: Sequence[Mapping[str, Any]]) -> None:
+    """Take the place of this process; in a run of another size no process has one, so that the epoch begins anew."""
+    run, ranks = trainer.progress, trainer.ranks
+    if len(places) != ranks.world_size:
+        _log.warning(
+            "The checkpoint is of %d process(es), this run has %d: epoch %d begins anew, with other random numbers.",
+            len(places), ranks.world_size, run.start_epoch,
+        )  # fmt: skip
+        return
+    place = run.place = Place(**places[ranks.rank])
+    run.window, run.logged_step = Means(place.logged_sums), place.logged_step
+    if run.stateful_loader is not None and place.loader is not None:
+        run.read_state = place.loader
+        run.stateful_loader.load_state_dict(place.loader)
+    start_workers(trainer.train_loader, run.start_epoch)
 
 
 def _restore_callbacks(trainer: Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -125,9 +125,17 @@ class Trainer(Steps, Callbacks, Attributes):
         """Train for `epochs` epochs or `max_steps` updates, whichever comes first; at least one must be given.
 
         `validate_every` and `save_every` count epochs (steps where only `max_steps` is given); None means every
-        epoch, and the end always counts. `test_loader` is evaluated once, after the last epoch. `resume` is a
-        checkpoint, or "auto" for this run's ``last.pt`` when there is one; an epoch that was cut short is trained
-        again from its start. Raises what the model, the loaders or a raising callback raise.
+        epoch, and the end always counts. `test_loader` is evaluated once, after the last epoch. Raises what the
+        model, the loaders or a raising callback raise.
+
+        `resume` is a checkpoint, or "auto" for this run's ``last.pt`` when there is one. The run goes on right where
+        that was taken, in the middle of an epoch too: on the CPU its weights are bit for bit those of a run that was
+        never interrupted. For that the batches done in this epoch are read again and thrown away, unless the loader
+        has a ``state_dict`` of its own. `on_train_epoch_start` is told again; batches, steps and the epoch's means go
+        on. Random state of your own (a ``numpy.random.Generator`` in a dataset) belongs into the `state_dict` of a
+        callback; that of ``persistent_workers`` starts anew. A run that is done, or that `EarlyStopping` stopped,
+        trains nothing and says so, unless more `epochs` or `max_steps` are asked for than before; one that somebody
+        else stopped goes on.
         """
         if self.progress.inbox is not None:
             raise RuntimeError("This trainer is training already; in a callback, train with another one.")

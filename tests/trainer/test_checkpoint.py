@@ -88,14 +88,15 @@ def test_resuming_a_run_that_is_complete_trains_nothing(bus: EventBus, tmp_path:
     ]  # fmt: skip
 
 
-def test_an_epoch_that_was_cut_short_is_trained_again(bus: EventBus, tmp_path: Path) -> None:
+def test_an_epoch_that_was_cut_short_goes_on_after_its_last_batch(bus: EventBus, tmp_path: Path) -> None:
     trainer = make_trainer(bus, save_dir=tmp_path)
     trainer.add_callback("on_train_batch_end", lambda t: setattr(t, "stop", t.epoch == 1))
     trainer.fit(batches(3), epochs=3)
     seen = Recorder(bus)
     result = make_trainer(bus, save_dir=tmp_path).fit(batches(3), epochs=3, resume="auto")
     assert [event.epoch for event in seen.of("on_train_epoch_start")] == [1, 2]
-    assert (seen.one("on_checkpoint_load").step, result.step) == (4, 10)
+    assert [(e.batch, e.global_batch) for e in seen.of("on_train_batch_start")][:3] == [(1, 4), (2, 5), (0, 6)]
+    assert (seen.one("on_checkpoint_load").step, result.step) == (4, 9)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(bus: EventBus, tmp_path: Path) -> None:
