@@ -65,6 +65,10 @@ class Job:
             return False
         return run.should_stop or _is_due_after_epoch(self.save_every, run)
 
+    def saves_end(self, run: Fitting) -> bool:
+        """Whether a checkpoint is still to be written: the run was asked to end after none had been due."""
+        return run.is_unsaved and not run.has_diverged
+
     def validates_step(self, run: Fitting) -> bool:
         """Whether a validation is due between two batches."""
         return self.val_loader is not None and _is_due_after_step(self.validate_every, run)

@@ -68,7 +68,7 @@ def fit(trainer: Trainer, job: Job) -> None:
                 run.go("epoch")
             run.end_epoch()
             save(trainer, is_due=job.saves_epoch(run), is_judged=True)
-        if run.is_unsaved:  # asked to end only after it was clear that no checkpoint was due
+        if job.saves_end(run):
             save(trainer, is_due=True)
         if job.checkpoint_path is not None and not run.begun_epochs:
             say_that_nothing_was_left(run)
