@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from eventbus.errors import UnknownHookError
 from eventbus.events import EVENTS, Event
 
-__all__ = ["Filter"]
+__all__ = ["Filter", "is_for_real"]
 
 #: What other frameworks call our hooks, by framework. Where a name means two moments, ours is the nearest.
 _ELSEWHERE = {
@@ -198,3 +198,8 @@ def nearest(name: str, among: Iterable[str] | None = None) -> str | None:
         name = name.replace("_begin", "_start").replace("_finish", "_end")
     found = difflib.get_close_matches(name, tuple(EVENTS if among is None else among), n=1, cutoff=0.5)
     return found[0] if found else None
+
+
+def is_for_real(event: Event) -> bool:
+    """Whether an event is none of the trial validation before a training (phase "sanity"), as sinks want by default."""
+    return getattr(event, "phase", None) != "sanity" or not event.hook.startswith("on_val_")

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from eventbus.errors import SinkUnavailable
+from eventbus.filters import is_for_real
 from sinks.paths import PathTemplate
 from sinks.threads import IOThread, finish
 
@@ -41,10 +42,11 @@ class FileSink(ABC, Generic[Row]):
     """Writes events as rows; a subclass says what a row is and how a file is opened.
 
     A file that cannot be opened or written raises `SinkUnavailable`; it is opened anew at the next try. A batch that
-    was written to some of its files only is not written to those again when the bus repeats it.
+    was written to some of its files only is not written to those again when the bus repeats it. A trial validation
+    before a training (phase "sanity") is left out, unless it is attached with a `when` of one's own, or with None.
     """
 
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType({"maxsize": 100_000, "timeout": 60.0})
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({"maxsize": 100_000, "timeout": 60.0, "when": is_for_real})
     max_batch = 10_000
 
     def __init__(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from eventbus.errors import SinkGone, SinkUnavailable
+from eventbus.filters import is_for_real
 from eventbus.sink import encoded
 from sinks.endpoint import ATTEMPT_LIMIT_S, Delivery, Endpoint, HTTPClient
 from sinks.errors import WebhookError
@@ -52,7 +53,8 @@ class WebhookSink:
     keeps the ids of a few minutes handles each once. What is not taken within `retry` goes to `dead_letters` (the
     last 1,000) and counts as failed; a 410 ends the subscription. `client`: an ``httpx.AsyncClient`` or one like
     it, with its own proxies or certificates; it is neither closed nor pickled. `on_pretrain_routine_start` is sent
-    without its `config`.
+    without its `config`. A trial validation before a training (phase "sanity") is not sent, unless it is attached with
+    a `when` of one's own, or with None.
     """
 
     max_batch = 1
@@ -90,7 +92,7 @@ class WebhookSink:
     @property
     def options(self) -> Mapping[str, Any]:
         """The bus waits longer than all attempts take, so that it is the sink that gives up."""
-        return {"timeout": self.retry.total_s + ATTEMPT_LIMIT_S + 30.0}
+        return {"timeout": self.retry.total_s + ATTEMPT_LIMIT_S + 30.0, "when": is_for_real}
 
     @property
     def dead_letters(self) -> list[DeadLetter]:

@@ -65,6 +65,12 @@ class ModelCheckpoint(Callback):
                 with contextlib.suppress(OSError):
                     left.unlink()
 
+    def best_of(self, trainer: Trainer) -> Path | None:
+        """``best.pt``, when this run, or the attempt that it goes on from, has had an epoch that was the best."""
+        fitness = self._fitness or trainer.progress.fitness
+        path = self.directory_in(trainer.save_dir) / "best.pt"
+        return path if fitness.best is not None and path.exists() else None
+
     def on_fit_epoch_end(self, trainer: Trainer) -> None:
         """Judge the epoch by the metric of its own."""
         if self._fitness is not None and trainer.progress.is_whole:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from eventbus.batches import positive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from trainer.fitting import Fitting
     from trainer.trainer import Trainer
 
-__all__ = ["FitResult", "Job", "check_counts", "result_of", "say_that_nothing_was_left"]
+__all__ = ["FitResult", "Job", "check_counts", "check_needs_val_loader", "result_of", "say_that_nothing_was_left"]
 
 _log = logging.getLogger("trainbus")
 
@@ -32,7 +32,7 @@ class FitResult:
     epoch: int | None
     #: Optimizer updates.
     step: int
-    #: Of the last epoch (``train/loss``, ``val/loss``), and of the test (``test/loss``).
+    #: Of the last epoch (``train/loss``, ``val/loss``), and of the best model (``final/loss``, ``test/loss``).
     metrics: Mapping[str, float]
     #: Higher is better.
     best_fitness: float | None
@@ -52,6 +52,10 @@ class Job:
     test_loader: Iterable[Any] | None = None
     validate_every: int | None = None
     save_every: int | None = None
+    #: How many batches of the `val_loader` are tried before the first epoch.
+    sanity_batches: int = 0
+    #: Whether the best model is evaluated on the `val_loader` at the end.
+    validates_best: bool = False
     checkpoint_path: Path | None = None
     checkpoint: Mapping[str, Any] | None = None
 
@@ -73,6 +77,13 @@ class Job:
         """Whether a validation is due between two batches."""
         return self.val_loader is not None and _is_due_after_step(self.validate_every, run)
 
+    def last_loaders(self) -> Iterator[tuple[str, Iterable[Any]]]:
+        """What the best model is evaluated on at the end, by phase."""
+        if self.validates_best and self.val_loader is not None:
+            yield "final", self.val_loader
+        if self.test_loader is not None:
+            yield "test", self.test_loader
+
     def saves_step(self, run: Fitting) -> bool:
         """Whether a checkpoint is due between two batches."""
         return _is_due_after_step(self.save_every, run)
@@ -85,6 +96,15 @@ def check_counts(*, epochs: int | None, max_steps: int | None, **others: int | N
             positive(name, value)
     if epochs is None and max_steps is None:
         raise ValueError("Say how long to train: epochs= or max_steps=.")
+
+
+def check_needs_val_loader(val_loader: Any, *, sanity_batches: int, **others: bool) -> None:
+    """Raise `ValueError` for what was asked for and is done with a `val_loader`, when there is none."""
+    if sanity_batches:
+        positive("sanity_batches", sanity_batches)
+    asked = [name for name, is_asked in {"sanity_batches": bool(sanity_batches), **others}.items() if is_asked]
+    if asked and val_loader is None:
+        raise ValueError(f"{asked[0]} needs a val_loader.")
 
 
 def _is_due_after_epoch(every: int | None, run: Fitting) -> bool:

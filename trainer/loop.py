@@ -4,18 +4,22 @@ What fires under each way to end, besides the hooks of the epochs that ran::
 
     way to end                        | the open batch, epoch        | validation, checkpoint | then
     ----------------------------------|------------------------------|------------------------|-----------------
-    all epochs, or max_steps          | ended as usual               | both, as planned       | completed
+    all epochs, or max_steps          | ended as usual               | both, as planned; then | completed
+                                      |                              | the best model (*)     |
     stop: a hook, control             | batch ended as usual; epoch  | no validation, last.pt | on_control,
-                                      | ended at once, partial=True  | is written             | stopped
-    one of `signals` (SIGTERM)        | the same                     | the same, and no test  | on_control,
+                                      | ended at once, partial=True  | is written; then (*)   | stopped
+    one of `signals` (SIGTERM)        | the same                     | the same without (*)   | on_control,
                                       |                              |                        | interrupted
     NaN with on_nan="stop"            | batch ended, status=skipped; | neither: the last.pt   | on_control,
-                                      | epoch ended, partial=True    | of before is kept      | stopped
+                                      | epoch ended, partial=True    | of before stays; (*)   | stopped
     an exception: model, loader, loss,| the same                     | neither                | on_exception,
     a hook with on_error="raise",     |                              |                        | failed
     on_nan="raise", memory            |                              |                        |
     Ctrl-C (KeyboardInterrupt)        | the same                     | neither                | on_exception,
                                       |                              |                        | interrupted
+
+(*) Where it was asked for: the validations of phase "final" and "test", between two `on_params_update` when ``best.pt``
+was read. They are no part of an epoch: `on_fit_epoch_end` does not fire again.
 
 Always: an end for every start, answers to requests that wait, one `on_train_end` with that reason, one `teardown`;
 then the bus is flushed, and the original exception leaves `Trainer.fit`. A stop that is asked for during the last
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from eventbus import events
@@ -44,8 +49,10 @@ from trainer.job import say_that_nothing_was_left
 from trainer.lockstep import read_to_the_end, same_buffers
 from trainer.mishaps import is_usable, with_memory
 from trainer.outcome import read_step, read_validation, samples
+from trainer.randomness import undisturbed
 from trainer.reading import Reading
 from trainer.schedule import plateau_metric
+from trainer.weights import best_weights
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Saved
@@ -60,6 +67,7 @@ def fit(trainer: Trainer, job: Job) -> None:
     with trainer.progress as run, trainer.ranks.together():
         set_up(trainer, job)
         run.ready(batches=run.length(job.train_loader), **trainer.found())
+        try_validation(trainer, job)
         for _ in run.iterate_epochs():
             train(trainer, job)
             validate_epoch(trainer, job)
@@ -72,8 +80,7 @@ def fit(trainer: Trainer, job: Job) -> None:
             save(trainer, is_due=True)
         if job.checkpoint_path is not None and not run.begun_epochs:
             say_that_nothing_was_left(run)
-        if job.test_loader is not None and not run.is_interrupted:
-            run.metrics |= qualified("test", validate(trainer, job.test_loader, phase="test"))
+        evaluate_best(trainer, job)
 
 
 def set_up(trainer: Trainer, job: Job) -> None:
@@ -205,7 +212,7 @@ def validate_epoch(trainer: Trainer, job: Job) -> None:
 def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
     """Evaluate without gradients; the means over the loader by bare name, or nothing when a stop cut it short."""
     run = trainer.progress
-    place = {"epoch": None if phase == "standalone" else run.epoch, "phase": phase}
+    place = {"epoch": None if phase in ("sanity", "standalone") else run.epoch, "phase": phase}
     metrics: dict[str, float] = {}
     doing = "val" if phase == "fit" else phase
     with owed(lambda: run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)), trainer.doing(doing):
@@ -261,6 +268,22 @@ def validate_between_batches(trainer: Trainer, job: Job) -> bool:
         run.best_fitness = run.fitness.best
         save(trainer, is_judged=True)
     return bool(metrics)
+
+
+def try_validation(trainer: Trainer, job: Job) -> None:
+    """A few batches before the first epoch, to see that validation works; nothing is left of it."""
+    if job.sanity_batches and not trainer.progress.is_done:
+        with undisturbed(job.val_loader):
+            validate(trainer, islice(job.val_loader or (), job.sanity_batches), phase="sanity")
+
+
+def evaluate_best(trainer: Trainer, job: Job) -> None:
+    """After the last epoch, unless a signal cut it short: the best model, once, on what was given for it."""
+    run, loaders = trainer.progress, dict(job.last_loaders())
+    if loaders and not run.is_interrupted:
+        with best_weights(trainer):
+            for phase, loader in loaders.items():
+                run.metrics |= qualified(phase, validate(trainer, loader, phase=phase))
 
 
 def save(trainer: Trainer, *, is_due: bool = False, is_judged: bool = False) -> list[Saved]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["generators_of", "rng_state", "seed_everything", "set_rng_state"]
+__all__ = ["generators_of", "rng_state", "seed_everything", "set_rng_state", "undisturbed"]
 
 
 def seed_everything(seed: int) -> None:
@@ -19,6 +20,19 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def undisturbed(loader: Any) -> Iterator[None]:
+    """Afterwards every random number is what it would have been without what was done, and read from `loader`."""
+    generators = generators_of(loader)
+    state = rng_state(generators)
+    try:
+        yield
+    finally:
+        if getattr(loader, "persistent_workers", False):
+            loader._iterator = None  # its workers were seeded: it would not draw their seed when it is really read
+        set_rng_state(state, generators)
 
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:

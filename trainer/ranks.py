@@ -7,7 +7,7 @@ a process that failed leaves (`trainer.departure`). It goes over CPU tensors, so
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -63,6 +63,13 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    def send_from_first(self, values: Iterable[Any]) -> None:
+        """Overwrite the tensors among these values, on whatever device they are, with those of rank 0."""
+        if not self.is_alone:
+            for value in values:
+                if isinstance(value, torch.Tensor):
+                    distributed.broadcast(value, 0)
 
     @contextmanager
     def together(self) -> Iterator[None]:

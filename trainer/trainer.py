@@ -24,7 +24,7 @@ from trainer.callbacks import Callbacks
 from trainer.delivery import Delivery
 from trainer.devices import choose_device, unwrapped
 from trainer.fitting import make_run, positive_number
-from trainer.job import FitResult, Job, check_counts, result_of
+from trainer.job import FitResult, Job, check_counts, check_needs_val_loader, result_of
 from trainer.mishaps import OnNan, OnOom, check_ranks
 from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
@@ -120,13 +120,17 @@ class Trainer(Steps, Callbacks, Attributes):
         validate_every: int | None = None,
         save_every: int | None = None,
         test_loader: Iterable[Any] | None = None,
+        final_validation: bool = False,
+        sanity_batches: int = 0,
         resume: str | os.PathLike[str] | None = None,
     ) -> FitResult:
         """Train for `epochs` epochs or `max_steps` updates, whichever comes first; at least one must be given.
 
         `validate_every` and `save_every` count epochs (steps where only `max_steps` is given); None means every
-        epoch, and the end always counts. `test_loader` is evaluated once, after the last epoch. Raises what the
-        model, the loaders or a raising callback raise.
+        epoch, and the end always counts. The best model (``best.pt``, else the last weights) is evaluated at the end
+        on the `test_loader`, and with `final_validation` on the `val_loader` (phases "test" and "final").
+        `sanity_batches` of the `val_loader` are tried before the first epoch (phase "sanity"); nothing is left of
+        them. Raises what the model, the loaders or a raising callback raise.
 
         `resume` is a checkpoint, or "auto" for this run's ``last.pt`` when there is one. The run goes on right where
         that was taken, in the middle of an epoch too: on the CPU its weights are bit for bit those of a run that was
@@ -141,10 +145,14 @@ class Trainer(Steps, Callbacks, Attributes):
             raise RuntimeError("This trainer is training already; in a callback, train with another one.")
         self._join_late()
         check_counts(epochs=epochs, max_steps=max_steps, validate_every=validate_every, save_every=save_every)
-        if val_loader is None and self.monitor is not None and self.monitor.startswith("val"):
-            raise ValueError(f"monitor={self.monitor!r} needs a val_loader.")
+        is_val_monitored = {f"monitor={self.monitor!r}": self.monitor is not None and self.monitor.startswith("val")}
+        check_needs_val_loader(
+            val_loader, sanity_batches=sanity_batches, final_validation=final_validation, **is_val_monitored
+        )
         found = find_checkpoint(resume, self.last)
-        job = Job(train_loader, val_loader, test_loader, validate_every, save_every, *found)
+        job = Job(
+            train_loader, val_loader, test_loader, validate_every, save_every, sanity_batches, final_validation, *found
+        )
         attempt = self._fits if job.checkpoint is None else max(self._fits, int(job.checkpoint["attempt"]) + 1)
         self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=attempt), job)
         self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader
