@@ -8,12 +8,12 @@ import sys
 from datetime import UTC, datetime
 from types import ModuleType
 
-from benchmarks import delivering, files, importing, journal, publishing, training, worst_day
+from benchmarks import delivering, files, importing, journal, loop, publishing, training, worst_day
 from benchmarks.measure import Row
 
 _PARTS = {
     part.__name__.removeprefix("benchmarks."): part
-    for part in (publishing, journal, delivering, files, training, worst_day, importing)
+    for part in (publishing, journal, delivering, files, training, loop, worst_day, importing)
 }
 
 

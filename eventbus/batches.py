@@ -150,10 +150,10 @@ def size_of(batch: Any, depth: int = 4) -> int | None:
         return int(shape[0]) if len(shape) else None
     if depth == 0 or isinstance(batch, str | bytes):
         return None
-    if isinstance(batch, Mapping):
-        parts: Iterable[Any] = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
+    if isinstance(batch, list | tuple):  # first, as what most loaders give
+        parts: Iterable[Any] = batch
+    elif isinstance(batch, Mapping):
+        parts = batch.values()
     else:
         parts = getattr(batch, "__dict__", {}).values()
     return next((size for size in (size_of(part, depth - 1) for part in parts) if size is not None), None)

@@ -40,7 +40,7 @@ def number(value: Any) -> Any:
         raise TypeError(f"{_what(value)} is no number; give a number or a one-element tensor.")
     if not is_on_host(value):
         return value.detach().reshape(())
-    return float(value.detach() if hasattr(value, "detach") else value)
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 def is_on_host(value: Any) -> bool:

@@ -94,6 +94,8 @@ class Lifecycle:
 
     def publish(self, kind: type[Event], **fields: Any) -> None:
         """Publish an event of this run."""
+        if self.bus._ignores(kind):  # as most events of a batch are
+            return
         self.bus.publish(kind(run=self.run, rank=self.rank, attempt=self.attempt, **fields))
 
     def stop(self, reason: str = "") -> None:

@@ -215,6 +215,10 @@ class Publisher(ABC):
             routes[cls] = route
         return route
 
+    def _ignores(self, cls: type[Event]) -> bool:
+        """Whether publishing this class does nothing, so that an event need not be made; False until that is known."""
+        return self._routes.get(cls, False) is None
+
     def _reroute(self) -> None:
         """Forget where events go: a registration or the state of the bus has changed."""
         self._routes = {}

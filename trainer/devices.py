@@ -26,13 +26,13 @@ def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on the device; copies from pinned memory do not wait."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else _like(batch, moved)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(move(value, device) for value in batch)
+    if isinstance(batch, Mapping):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
     return batch.to(device) if hasattr(batch, "to") else batch
 
 

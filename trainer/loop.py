@@ -162,7 +162,7 @@ def learn(trainer: Trainer, batch: Any) -> bool:
     trainer.progress.batch_metrics = {} if outcome is None else outcome.metrics
     if not is_usable(trainer, None if outcome is None else outcome.loss, "loss") or outcome is None:
         return False
-    trainer.backward(outcome.loss / trainer.accumulate)
+    trainer.backward(outcome.loss if trainer.accumulate == 1 else outcome.loss / trainer.accumulate)
     return True
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from eventbus.fitness import number
 __all__ = ["Outcome", "read_step", "read_validation", "samples"]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of one training batch."""
 
     #: With its graph, to go backward from.
@@ -37,7 +35,7 @@ def read_step(result: Any) -> Outcome:
             metrics[name] = metrics["loss"] if name == "loss" else number(value)
         except TypeError as error:
             raise TypeError(f"The metric {name!r} cannot be told: {error}") from None
-    return Outcome(loss.reshape(()), metrics)
+    return Outcome(loss if loss.ndim == 0 else loss.reshape(()), metrics)
 
 
 def read_validation(result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,6 +60,6 @@ def samples(outputs: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
 
 
 def _loss(loss: Any) -> Any:
-    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+    if isinstance(loss, torch.Tensor) and loss.ndim and loss.numel() != 1:
         raise ValueError(f"The loss must be one number; it has shape {tuple(loss.shape)}. Reduce it, as by .mean().")
     return number(loss)

@@ -16,6 +16,8 @@ import pytest
 
 from eventbus import Event, EventBus, EventBusError, track
 from eventbus.fitness import Fitness, Means, number, qualified
+from eventbus.lifecycle import Plan
+from eventbus.progress import Progress
 from tests.eventbus.scripts import run as run_script
 
 if TYPE_CHECKING:
@@ -439,3 +441,30 @@ def test_best_goes_on_after_nan_and_from_a_saved_state() -> None:
     for one in (resumed, other):
         one.load_state_dict(judge.state_dict())
     assert (resumed.best, other.best) == (0.75, None)
+
+
+def test_an_event_that_nobody_hears_is_not_even_made() -> None:
+    """Once that is known; and whoever subscribes later, or publishes too late, is told as ever."""
+    made: list[int] = []
+
+    class Dear(Event):
+        def __post_init__(self) -> None:
+            made.append(1)
+
+    bus = EventBus(autostart=False)
+    run = Progress(bus, Plan())
+    for _ in range(3):
+        run.publish(Dear)
+    assert len(made) == 1
+    heard: list[Event] = []
+    subscription = bus.subscribe(heard.append, Dear)
+    run.publish(Dear)
+    assert len(heard) == 1
+    subscription.close()
+    run.publish(Dear)
+    made.clear()
+    run.publish(Dear)
+    assert made == []
+    bus.close()
+    run.publish(Dear)
+    assert "1 events were published after close" in bus.report()
