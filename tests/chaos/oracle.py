@@ -239,7 +239,7 @@ class _Verdict:
                    "no_thread": spec.kind == "thread" and self._hanging_threads() >= _MOST_ABANDONED,
                    "unsubscribed": bool(self._book.closed or self._book.gone),
                    "disabled": bool(self._book.gone) or spec.on_error == "disable",
-                   "closed": not all(life.report is None or life.report.ok for life in self._record.lives)}  # fmt: skip
+                   "closed": self._may_be_dropped_by_closes(stats.dropped_by.get("closed", 0))}  # fmt: skip
         for reason, number in stats.dropped_by.items():
             if not allowed.get(reason, False):
                 yield f"{number} events were dropped for reason {reason!r}"
@@ -252,6 +252,14 @@ class _Verdict:
     def _hanging_threads(self) -> int:
         books = self._record.books
         return sum(b.spec.budget for b in books if b.spec.kind == "thread" and b.spec.behaviour in HANGING)
+
+    def _may_be_dropped_by_closes(self, number: int) -> bool:
+        """One whose report says that nothing was left may still drop what a publish brought that raced it."""
+        lives = self._record.lives
+        raced = {
+            (p.who, p.n) for p in self._possible for life in lives if p.ended > life.closing and p.began < life.closed
+        }
+        return number <= len(raced) or not all(life.report is None or life.report.ok for life in lives)
 
     def _as_it_counted_itself(self) -> Iterator[str]:
         stats, later = self._stats, self._later
