@@ -13,8 +13,8 @@ from eventbus import EVENTS, Event
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-JOURNAL = (ROOT / "docs" / "journal.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README + JOURNAL, re.DOTALL)
+DOCS = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("journal.md", "training.md")]
+BLOCKS = re.findall(r"```python\n(.*?)```", "".join([README, *DOCS]), re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
