@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,15 @@ class Fitting(Progress):
                 self.inbox.answer(request, accepted=False, step=self.step, detail=detail)
             return False
         return True
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave the epoch's metrics alone, whatever a validation and its hooks add to them."""
+        own, self.metrics = self.metrics, dict(self.metrics)
+        try:
+            yield
+        finally:
+            self.metrics = own
 
     def merge(self, sums: Sums) -> Sums:
         """The sums of all processes."""

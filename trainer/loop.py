@@ -204,18 +204,25 @@ def validate_epoch(trainer: Trainer, job: Job) -> None:
     if not job.validates_epoch(run):
         return
     metrics = {} if run.is_stopped else validate(trainer, job.val_loader or (), phase="fit")
-    run.metrics |= qualified("val", metrics)
     run.is_validated = bool(metrics)
     run.is_partial |= run.is_stopped
 
 
 def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
-    """Evaluate without gradients; the means over the loader by bare name, or nothing when a stop cut it short."""
+    """Evaluate without gradients; the means over the loader by bare name, or nothing when a stop cut it short.
+
+    They join the metrics of the epoch, where `on_val_end` finds them and may add others, unless `run.apart()`.
+    """
     run = trainer.progress
     place = {"epoch": None if phase in ("sanity", "standalone") else run.epoch, "phase": phase}
     metrics: dict[str, float] = {}
     doing = "val" if phase == "fit" else phase
-    with owed(lambda: run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)), trainer.doing(doing):
+
+    def end() -> None:
+        run.metrics |= qualified(phase if phase in ("final", "test") else "val", metrics)
+        run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)
+
+    with owed(end), trainer.doing(doing):
         run.publish(events.ValStart, step=run.step, **place)
         with evaluating(trainer.model), same_buffers(trainer.model):
             metrics |= validate_batches(trainer, loader, place)
@@ -243,9 +250,13 @@ def validate_batch(trainer: Trainer, data: Any, means: Means, **place: Any) -> A
     """One batch of a validation; returns what the step returned."""
     run = trainer.progress
     metrics: dict[str, Any] = {}
-    with owed(lambda: run.publish(events.ValBatchEnd, metrics=metrics, **place)):
+    with (
+        trainer.showing(batch=data, results=None),
+        owed(lambda: run.publish(events.ValBatchEnd, metrics=metrics, **place)),
+    ):
         run.publish(events.ValBatchStart, **place)
-        result = trainer.validation_step(move(data, trainer.device))
+        trainer.batch = move(data, trainer.device)
+        trainer.results = result = trainer.validation_step(trainer.batch)
         metrics, outputs = read_validation(result)
         means.add(metrics, size_of(data) or 1)
         if run.bus.hears(events.ValImageEnd):
@@ -261,19 +272,21 @@ def validate_between_batches(trainer: Trainer, job: Job) -> bool:
     """
     run = trainer.progress
     run.hold()
-    metrics = qualified("val", validate(trainer, job.val_loader or (), phase="fit"))
-    if metrics:
+    with run.apart():
+        is_whole = bool(validate(trainer, job.val_loader or (), phase="fit"))
+        metrics = run.metrics
+    if is_whole:
         run.go("batch")
         run.fitness.judge(metrics, validated=True)
         run.best_fitness = run.fitness.best
         save(trainer, is_judged=True)
-    return bool(metrics)
+    return is_whole
 
 
 def try_validation(trainer: Trainer, job: Job) -> None:
     """A few batches before the first epoch, to see that validation works; nothing is left of it."""
     if job.sanity_batches and not trainer.progress.is_done:
-        with undisturbed(job.val_loader):
+        with undisturbed(job.val_loader), trainer.progress.apart():
             validate(trainer, islice(job.val_loader or (), job.sanity_batches), phase="sanity")
 
 
@@ -283,7 +296,7 @@ def evaluate_best(trainer: Trainer, job: Job) -> None:
     if loaders and not run.is_interrupted:
         with best_weights(trainer):
             for phase, loader in loaders.items():
-                run.metrics |= qualified(phase, validate(trainer, loader, phase=phase))
+                validate(trainer, loader, phase=phase)
 
 
 def save(trainer: Trainer, *, is_due: bool = False, is_judged: bool = False) -> list[Saved]:

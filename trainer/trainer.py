@@ -170,7 +170,7 @@ class Trainer(Steps, Callbacks, Attributes):
         """Evaluate on a loader (phase "standalone"), in every process of the run; returns the metrics by bare name."""
         self._join_late()
         self.model.to(self.device)
-        with self._delivery.session(), self.ranks.together():
+        with self._delivery.session(), self.ranks.together(), self.progress.apart():
             return loop.validate(self, loader, phase="standalone")
 
     def predict(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -74,6 +74,42 @@ def test_the_live_trainer_has_the_attributes_that_callbacks_read(bus: EventBus, 
     assert (found["rank"], found["world_size"], found["stop"], found["reason"]) == (0, 1, False, "")
 
 
+def test_callbacks_written_for_ultralytics_validators_run_unchanged(bus: EventBus) -> None:
+    """They read `validator.metrics`, `validator.batch` and `validator.results`, in a training and outside of one."""
+    seen: list[Any] = []
+
+    def on_val_batch_end(validator: Any) -> None:
+        images, _ = validator.batch
+        seen.append((len(images), float(validator.results)))
+
+    def on_val_end(validator: Any) -> None:
+        seen.append(validator.metrics["val/loss"])
+        validator.metrics["val/f1"] = 0.5
+
+    trainer = make_trainer(bus)
+    trainer.add_callback("on_val_batch_end", on_val_batch_end)
+    trainer.add_callback("on_val_end", on_val_end)
+    trainer.add_callback("on_fit_epoch_end", lambda t: seen.append(sorted(t.metrics)))
+    val = batches(1, size=2)
+    loss = trainer.fit(batches(1), val, epochs=1).metrics["val/loss"]
+    assert seen == [(2, pytest.approx(loss)), loss, ["train/loss", "val/f1", "val/loss"]]
+    seen.clear()
+    assert trainer.validate(val) == {"loss": loss}
+    assert seen == [(2, pytest.approx(loss)), loss]
+    assert (trainer.batch, trainer.results) == (None, None)
+
+
+def test_what_a_hook_adds_to_a_validation_between_batches_may_be_monitored(bus: EventBus, tmp_path: Path) -> None:
+    """It decides about best.pt, and stays out of the metrics of the epoch, which are of its end."""
+    seen = Recorder(bus, "on_fit_epoch_end", "on_model_save")
+    trainer = make_trainer(bus, save_dir=tmp_path, monitor="val/f1")
+    trainer.add_callback("on_val_end", lambda t: t.metrics.update({"val/f1": 1.0 / (1 + t.step)}))
+    trainer.fit(batches(4), batches(1), max_steps=3, validate_every=1)
+    best = [event for event in seen.of("on_model_save") if event.is_best]
+    assert [(event.step, event.fitness) for event in best] == [(1, 0.5)]
+    assert seen.one("on_fit_epoch_end").metrics["val/f1"] == 0.25
+
+
 def test_saving_from_a_callback(bus: EventBus, tmp_path: Path) -> None:
     seen = Recorder(bus, "on_model_save", "on_checkpoint_failed")
     trainer = make_trainer(bus)
