@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from eventbus.batches import Batches, length_of, setter
 from eventbus.events import FitEpochEnd, TrainEpochEnd, TrainEpochStart
 from eventbus.fitness import Fitness, Means, Sums, qualified
+from eventbus.gathering import Gather, merged_sums, shared_requests
 from eventbus.rates import Refused, rates_of
 from eventbus.steering import safe_point
 
@@ -56,8 +57,8 @@ class Progress(Batches):
             name: setter(self, name) for name in ("epochs", "log_every", "max_steps")
         }
         self.is_paused = False
-        #: Whether no other process trains along, and would wait for this one's next batch.
-        self.is_alone = True
+        #: How the processes of the run tell each other something; None when there is but one.
+        self.gather: Gather | None = None
         #: Whether the epoch was cut short, and whether its metrics have those of a validation.
         self.is_partial = self.is_validated = False
         #: What is published right after this epoch's `on_fit_epoch_end`.
@@ -112,6 +113,11 @@ class Progress(Batches):
                 self.safe_point()
                 return
             yield batch
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process trains along, and would wait for this one's next batch."""
+        return self.gather is None
 
     @property
     def _is_over(self) -> bool:
@@ -231,11 +237,15 @@ class Progress(Batches):
 
     def share(self, requests: list[Request]) -> list[Request]:
         """The requests of all processes of the run."""
-        return requests
+        return requests if self.gather is None else shared_requests(requests, self.gather, self._refuse)
+
+    def _refuse(self, request: Request, why: str) -> None:
+        if self.inbox is not None:
+            self.inbox.answer(request, accepted=False, step=self.step, detail=why)
 
     def merge(self, sums: Sums) -> Sums:
         """The sums of all processes of the run."""
-        return sums
+        return sums if self.gather is None else merged_sums(sums, self.gather)
 
     def save(self) -> str:
         """Write a checkpoint and return its path; raises `Refused` with the reason when there is none."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from eventbus.bus import EventBus
+    from eventbus.gathering import Gather
     from eventbus.rates import Optimizer
 
 __all__ = ["Track", "track"]
@@ -216,6 +217,7 @@ def track(
     monitor: str | None = None,
     config: Mapping[str, Any] | None = None,
     signals: Iterable[str | int] = (),
+    gather: Gather | None = None,
 ) -> Track:
     """Wrap a training loop of one's own, so that it publishes the events of a run and obeys `EventBus.control`.
 
@@ -231,8 +233,16 @@ def track(
     `optimizer` is anything with ``param_groups``, for the learning rates in events and for `Control.set_lr`.
     `signals` (``("SIGTERM",)``) end the run cleanly, as "interrupted", while the block lasts: its iterators end,
     `should_stop` is set, and what was published is delivered. None are handled unless asked.
+
+    `gather` is for several processes that train together, each with a `track` and as many batches: a function that
+    gives every one of them the values of all, by rank, such as one around ``torch.distributed.all_gather_object``. With
+    it a request made to one is applied in all of them before the same batch, the means of an epoch are over all of
+    them, and the run has the name that rank 0 gives it. It is called here, at the start of an epoch, after every batch
+    and at the end of an epoch's training part; never after an error.
     """
-    plan = Plan(epochs=epochs, max_steps=max_steps, start_epoch=start_epoch, step=step, config=config or {})
+    run = None if gather is None else gather(bus.run)[0]
+    plan = Plan(run=run, epochs=epochs, max_steps=max_steps, start_epoch=start_epoch, step=step, config=config or {})
     progress = Progress(bus, plan, optimizer=optimizer, fitness=Fitness(monitor))
     progress.counts_steps = True
+    progress.gather = gather
     return Track(progress, signals)

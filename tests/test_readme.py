@@ -81,7 +81,7 @@ def test_each_failure_in_what_happens_when_is_linked_to_a_test() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
     assert len(rows) >= 10
     for row in rows:
-        links = re.findall(r"\[(G\d+)\]\((tests/[^)]+)\)", row)
+        links = re.findall(r"\[([EG]\d+)\]\((tests/[^)]+)\)", row)
         assert links, row
         for guarantee, path in links:
             assert f"test_{guarantee}_" in (ROOT / path).read_text(encoding="utf-8"), (guarantee, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from trainer.schedule import rescale
 if TYPE_CHECKING:
     import torch
 
-    from eventbus.fitness import Means, Sums
+    from eventbus.fitness import Means
     from eventbus.lifecycle import Plan
     from trainer.job import Job
     from trainer.ranks import Ranks
@@ -142,25 +141,8 @@ class Fitting(Progress):
         return batches if self.is_alone else lockstep.read_in_step(self, batches)
 
     def share(self, requests: list[Request]) -> list[Request]:
-        """The requests made in any process, in one order for all of them."""
-        if self.is_alone or not self.ranks.any(bool(requests)):
-            return requests
-        ours = [request for request in requests if self._can_be_told(request)]
-        shared: list[Request] = []
-        for rank, theirs in enumerate(self.ranks.gather([_as_told(request) for request in ours])):
-            shared += ours if rank == self.ranks.rank else [Request(**request) for request in theirs]
-        return shared
-
-    def _can_be_told(self, request: Request) -> bool:
-        """Whether the other processes can be told a request; one that cannot be is refused here."""
-        try:
-            pickle.dumps(_as_told(request))
-        except Exception as why:  # noqa: BLE001  # whatever the value's own __reduce__ raises
-            detail = f"the other processes cannot be told: {why}"
-            if self.inbox is not None:
-                self.inbox.answer(request, accepted=False, step=self.step, detail=detail)
-            return False
-        return True
+        """The requests made in any process; as a rule there is none, which costs one small collective."""
+        return super().share(requests) if self.ranks.any(bool(requests)) else requests
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -170,15 +152,6 @@ class Fitting(Progress):
             yield
         finally:
             self.metrics = own
-
-    def merge(self, sums: Sums) -> Sums:
-        """The sums of all processes."""
-        merged: Sums = {}
-        for theirs in self.ranks.gather(sums):
-            for name, (total, weight) in theirs.items():
-                before = merged.get(name, (0.0, 0.0))
-                merged[name] = (before[0] + total, before[1] + weight)
-        return merged
 
     def averaged(self, means: Means, numbers: dict[str, float], *, weight: float) -> dict[str, float]:
         """Means, and numbers that are this process's own, over all processes; `weight` is its share in the numbers."""
@@ -197,11 +170,6 @@ class Fitting(Progress):
         self.on_rates_set(old, new)
 
 
-def _as_told(request: Request) -> dict[str, Any]:
-    names = ("id", "action", "run", "reason", "requester")
-    return {name: getattr(request, name) for name in names} | {"arguments": dict(request.arguments)}
-
-
 def positive_number(name: str, value: Any) -> float | None:
     """A number above 0, or None for none; raises `ValueError` otherwise."""
     if value is None:
@@ -217,7 +185,7 @@ def make_run(trainer: Trainer, plan: Plan, job: Job | None) -> Fitting:
     fitness = Fitness(trainer.monitor, trainer.mode)
     run = Fitting(trainer.bus, plan, optimizer=trainer.optimizer, fitness=fitness, log_every=trainer.log_every)
     run.ranks = trainer.ranks
-    run.is_alone = trainer.ranks.is_alone
+    run.gather = None if trainer.ranks.is_alone else trainer.ranks.gather
     run.accumulate = trainer.accumulate
     run.saver = partial(saving.save_now, trainer)
     run.on_rates_set = partial(rescale, trainer.scheduler)

@@ -67,7 +67,9 @@ class Job:
         """Whether a checkpoint follows this epoch: when it is due, and when the run ends with it in good health."""
         if run.has_diverged:
             return False
-        return run.should_stop or _is_due_after_epoch(self.save_every, run)
+        # what one process was asked, the others only know after the next safe point
+        will_stop = run.should_stop if run.is_alone else run.is_stopped
+        return will_stop or _is_due_after_epoch(self.save_every, run)
 
     def saves_end(self, run: Fitting) -> bool:
         """Whether a checkpoint is still to be written: the run was asked to end after none had been due."""

@@ -71,6 +71,13 @@ class Ranks:
                 if isinstance(value, torch.Tensor):
                     distributed.broadcast(value, 0)
 
+    def check_same(self, what: str, value: object, advice: str) -> None:
+        """Raise `ValueError`, in all processes, unless the value is the same in all of them."""
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ValueError(f"The processes differ in {what} ({shown}). {advice}")
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """While it lasts, an error in one process ends all of them; may be nested.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.callback import Callback
     from trainer.trainer import Trainer
 
-__all__ = ["collect", "find_checkpoint", "read_checkpoint", "restore"]
+__all__ = ["collect", "find_checkpoint", "place_in", "read_checkpoint", "restore"]
 
 #: 1 had no places: in it, an epoch that was cut short begins anew.
 _FORMAT = 2
@@ -67,6 +67,11 @@ def find_checkpoint(
     if path is None or (resume == "auto" and not path.exists()):
         return None, None
     return path, read_checkpoint(path)
+
+
+def place_in(checkpoint: Mapping[str, Any] | None) -> str:
+    """Which point of which run a checkpoint is of, in words."""
+    return "none" if checkpoint is None else f"step {checkpoint['step']} of {checkpoint['run']!r}"
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

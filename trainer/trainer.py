@@ -30,7 +30,7 @@ from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
 from trainer.schedule import schedule_of
 from trainer.settings import one_of, settings_of
-from trainer.state import find_checkpoint
+from trainer.state import find_checkpoint, place_in
 from trainer.steps import Steps
 
 if TYPE_CHECKING:
@@ -149,7 +149,10 @@ class Trainer(Steps, Callbacks, Attributes):
         check_needs_val_loader(
             val_loader, sanity_batches=sanity_batches, final_validation=final_validation, **is_val_monitored
         )
-        found = find_checkpoint(resume, self.last)
+        with self.ranks.together():
+            found = find_checkpoint(resume, self.last)
+            place = place_in(found[1])
+            self.ranks.check_same("the checkpoint to go on from", place, "Let all of them see the same file.")
         job = Job(
             train_loader, val_loader, test_loader, validate_every, save_every, sanity_batches, final_validation, *found
         )

@@ -102,7 +102,7 @@ def one_fails(rank: int, place: str, directory: str) -> dict[str, Any]:
     "place",
     ["loss", "on_train_batch_end", "on_val_batch_end", "on_fit_epoch_end", "train_loader", "val_loader"],
 )
-def test_a_rank_that_fails_and_lingers_does_not_keep_the_other(place: str, pair: Pair, tmp_path: Path) -> None:
+def test_E6_a_rank_that_fails_and_lingers_does_not_keep_the_other(place: str, pair: Pair, tmp_path: Path) -> None:
     """E5, E6: in a backward pass, at the fixed point or at the end of an epoch, the other ends, and names it."""
     zero, one = pair.run(one_fails, tmp_path, place, str(tmp_path))
     assert one["error"] == "LookupError('gone')"
@@ -237,7 +237,7 @@ def processes(mode: str, directory: Path) -> list[tuple[int, str]]:
     return [(process.wait(), text) for process in started for text in [process.communicate(timeout=60)[1]]]
 
 
-def test_the_original_traceback_comes_first_and_both_exit_with_an_error(tmp_path: Path) -> None:
+def test_E6_the_original_traceback_comes_first_and_both_exit_with_an_error(tmp_path: Path) -> None:
     """E6: before subscribers are told, and before anything waits; the other process names rank and error."""
     (zero, said_by_zero), (one, said_by_one) = processes("raises", tmp_path)
     assert (zero, one) == (1, 1)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
+from torch import distributed
 
-from eventbus import EventBus
+from eventbus import EventBus, track
 from tests.trainer.pair import Pair
 from tests.trainer.toys import Lengthless, Recorder, batches, linear, make_trainer
 from trainer import RankFailedError, Trainer
@@ -149,7 +151,7 @@ def stopped_50_times(rank: int) -> list[Any]:
     return told
 
 
-def test_a_stop_asked_anywhere_ends_both_at_the_same_step(pair: Pair, tmp_path: Path) -> None:
+def test_E1_a_stop_asked_anywhere_ends_both_at_the_same_step(pair: Pair, tmp_path: Path) -> None:
     """E1, E9, I1, I2, H7: 50 of 50, asked by hooks, subscribers and threads, on either rank, at random moments."""
     zero, one = pair.run(stopped_50_times, tmp_path)
     assert len(zero) == 50
@@ -273,3 +275,107 @@ def with_nothing_to_validate(rank: int) -> str:
 def test_a_validation_without_any_batch_is_an_error(pair: Pair, tmp_path: Path) -> None:
     zero, one = pair.run(with_nothing_to_validate, tmp_path)
     assert zero == one == "The loader to validate on (phase 'fit') gave no batch."
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def stopped_at_the_end_of_an_epoch(rank: int, directory: str) -> Any:
+    """Only rank 1 knows, when checkpoints are decided on; a test follows the last one."""
+    with EventBus(run="r") as bus:
+        trainer = parallel(bus, save_dir=directory)
+        trainer.add_callback("on_fit_epoch_end", lambda t: setattr(t, "stop", rank == 1))
+        result = trainer.fit(batches(2), batches(1), epochs=9, save_every=3, test_loader=batches(1))
+    return result.reason, result.step, sorted(result.metrics)
+
+
+def test_a_stop_that_one_rank_knows_of_first_ends_with_a_checkpoint(pair: Pair, tmp_path: Path) -> None:
+    """Writing one takes both of them, so both decide alike."""
+    zero, one = pair.run(stopped_at_the_end_of_an_epoch, tmp_path, str(tmp_path))
+    assert zero == one == ("stopped", 2, ["test/loss", "train/loss", "val/loss"])
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 2
+
+
+def resumed_from_what_is_there(rank: int, directories: list[str]) -> str:
+    try:
+        result = parallel(None, run="r", save_dir=directories[rank]).fit(batches(2), epochs=2, resume="auto")
+    except (RankFailedError, ValueError) as error:
+        return str(error)
+    return f"{result.reason} at {result.step}"
+
+
+def test_ranks_go_on_from_the_same_checkpoint_or_not_at_all(pair: Pair, tmp_path: Path) -> None:
+    """Where each has a disk of its own, one finds nothing; a file that one of them cannot read ends both."""
+    seen_by_all, own = str(tmp_path / "shared"), str(tmp_path / "own")
+    assert pair.run(resumed_from_what_is_there, tmp_path, [seen_by_all] * 2) == ("completed at 4", "completed at 4")
+    zero, one = pair.run(resumed_from_what_is_there, tmp_path, [seen_by_all, own])
+    assert zero == one
+    assert zero.startswith(
+        "The processes differ in the checkpoint to go on from (rank 0: step 4 of 'r', rank 1: none)."
+    )
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "last.pt").write_text("no checkpoint")
+    zero, one = pair.run(resumed_from_what_is_there, tmp_path, [seen_by_all, own])
+    assert one.endswith("/own/last.pt cannot be read as a checkpoint: " + one.partition("checkpoint: ")[2])
+    assert zero.startswith(f"Rank 1 failed: ValueError: {own}/last.pt cannot be read")
+
+
+# ------------------------------------------------------------------------------------------- a loop of one's own
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def tracked(rank: int) -> dict[str, Any]:
+    """`track` around a loop that trains in several processes by itself; a thread of rank 1 stops it."""
+    with EventBus(run=f"r{rank}", rank=rank) as bus:
+        seen = Recorder(bus, "on_control", "on_train_*", "on_fit_epoch_end")
+        model = torch.nn.parallel.DistributedDataParallel(linear())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        threads: list[threading.Thread] = []
+
+        def ask() -> None:
+            bus.control.set_lr(0.05).result(20)
+            bus.control.stop("enough")
+
+        def start(event: Any) -> None:
+            threads.append(threading.Thread(target=ask))
+            threads[0].start()
+
+        bus.subscribe(start, "on_train_epoch_start", when=partial(is_epoch, 1 if rank == 1 else None), once=True)
+        with track(bus, optimizer=optimizer, gather=gathered) as run:
+            for _ in run.epochs():
+                for x, y in run.batches(batches(4, seed=rank)):
+                    loss = ((model(x) - y) ** 2).mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.log(loss=loss)
+        for thread in threads:
+            thread.join()
+    return {
+        "run": {event.run for event in seen.events},
+        "told": [(e.action, e.accepted, e.step) for e in seen.of("on_control")],
+        "end": (seen.one("on_train_end").step, seen.one("on_train_end").reason),
+        "losses": [event.metrics["train/loss"] for event in seen.of("on_fit_epoch_end")],
+        "own": [event.metrics["loss"] for event in seen.of("on_train_batch_end")][:4],
+    }
+
+
+def is_epoch(number: int | None, event: Any) -> bool:
+    return bool(event.epoch == number)
+
+
+def test_track_with_gather_decides_for_all_processes(pair: Pair, tmp_path: Path) -> None:
+    """E1: for loops that `Trainer` does not serve (sharded models); one name, one order of requests, means over all."""
+    zero, one = pair.run(tracked, tmp_path)
+    assert zero["run"] == one["run"] == {"r0"}
+    assert zero["told"] == one["told"]
+    assert [action for action, *_ in zero["told"]] == ["set_lr", "stop"]
+    assert zero["end"] == one["end"]
+    assert zero["end"][1] == "stopped"
+    assert zero["losses"] == one["losses"]
+    assert zero["losses"][0] == pytest.approx(sum(zero["own"] + one["own"]) / 8)
