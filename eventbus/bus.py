@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from eventbus import travel
 from eventbus.errors import SubscriptionError
@@ -28,6 +28,8 @@ __all__ = ["EventBus"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 E = TypeVar("E", bound=Event)
+E2 = TypeVar("E2", bound=Event)
+R = TypeVar("R")
 
 
 class EventBus(Service):
@@ -63,7 +65,19 @@ class EventBus(Service):
 
     # --------------------------------------------------------------------------------------------- registration
 
-    def on(self, *hooks: str | type[Event], **options: Any) -> Callable[[F], F]:
+    @overload
+    def on(self, hook: type[E], /, **options: Any) -> Callable[[Callable[[E], R]], Callable[[E], R]]: ...
+
+    @overload
+    def on(
+        self, hook: type[E], other: type[E2], /, **options: Any
+    ) -> Callable[[Callable[[E | E2], R]], Callable[[E | E2], R]]: ...
+
+    @overload
+    def on(self, *hooks: str | type[Event], **options: Any) -> Callable[[F], F]: ...
+
+    # the ignore: mypy thinks that `*hooks` takes no positional-only `hook` where there is a `**options`
+    def on(self, *hooks: str | type[Event], **options: Any) -> Callable[[F], F]:  # type: ignore[misc]
         """Subscribe the decorated function; it is returned unchanged. See `subscribe`."""
         Filter(*hooks)  # so that a wrong one raises here, a function in the place of the hooks among them
 
