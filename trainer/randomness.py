@@ -49,13 +49,14 @@ def generators_of(*loaders: Any) -> list[torch.Generator]:
 
 def rng_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     """The state of every generator of this process and of those given, in types that load without running code."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"python": (version, torch.tensor(internal), gauss), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, [int(key) for key in keys], *rest)
+        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
     if generators:
         state["given"] = [generator.get_state() for generator in generators]
     return state
@@ -64,12 +65,13 @@ def rng_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
     """Go on where `rng_state` was taken; generators that are not here are left out."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(map(int, internal)), gauss))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        numpy.random.set_state(tuple(state["numpy"]))
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, [int(key) for key in keys], *rest))
     for generator, given in zip(generators, state.get("given", ()), strict=False):
         generator.set_state(given)
