@@ -70,11 +70,16 @@ class Progress(Batches):
     def iterate_epochs(self) -> Iterator[int]:
         """Yield each epoch's number, with its start before and its end after, until the run is done or stopped."""
         self.safe_point()
-        while not self._is_over and not (self.epochs is not None and self._next_epoch() >= self.epochs):
+        while self._has_epoch_ahead():
             self.begin_epoch()
             yield self.epoch
             self.end_epoch()
             self.safe_point()
+
+    def _has_epoch_ahead(self) -> bool:
+        if self.is_stopped or (self.reached_max_steps and not self.has_end_ahead):
+            return False
+        return self.epochs is None or self._next_epoch() < self.epochs
 
     def iterate(self, loader: Iterable[_Batch], accumulate: int = 1) -> Iterator[_Batch]:
         """Yield each batch, with its start before and its end after; requests are applied in between.
@@ -231,6 +236,11 @@ class Progress(Batches):
     def read_in_step(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield what a loader gives, for as long as all processes of the run have a batch."""
         return self.read(loader)
+
+    @property
+    def has_end_ahead(self) -> bool:
+        """Whether an epoch has only its end left, for which no more steps are needed."""
+        return False
 
     def take_up(self) -> None:
         """Put an epoch that is about to begin where it was, if it is one that had begun before."""

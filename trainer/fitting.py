@@ -85,6 +85,11 @@ class Fitting(Progress):
             return self.start_epoch
         return self.epoch + 1 if self.next == "epoch" else self.epoch
 
+    @property
+    def has_end_ahead(self) -> bool:
+        """Whether a resumed run has made all its steps, but a stop had kept it from the validation at its end."""
+        return self.place is not None and self.place.next == "validation"
+
     def begin_epoch(self) -> None:
         """Begin the next epoch, or the rest of the one that a checkpoint was taken in."""
         place, self.held = self.place, None
@@ -111,6 +116,14 @@ class Fitting(Progress):
     def hold(self) -> None:
         """Let checkpoints say that the run is here, until the next batch or epoch: what comes would be done again."""
         self.held = self.held or place_of(self)
+
+    def leave_epoch(self) -> None:
+        """Say that the epoch is behind; after `max_steps`, that its rest is still ahead of who asks for more."""
+        if not self.is_partial:
+            self.go("epoch")
+        elif self.held is not None and not self.is_stopped:
+            self.next = "batch"
+            self.held = replace(self.held, next="batch")
 
     def go(self, next: Next) -> None:
         """Say what the loop does next; everything before that is done."""

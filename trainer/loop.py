@@ -72,8 +72,7 @@ def fit(trainer: Trainer, job: Job) -> None:
             train(trainer, job)
             validate_epoch(trainer, job)
             step_scheduler(trainer, "validation")
-            if not run.is_partial:
-                run.go("epoch")
+            run.leave_epoch()
             run.end_epoch()
             save(trainer, is_due=job.saves_epoch(run), is_judged=True)
         if job.saves_end(run):
@@ -98,9 +97,8 @@ def train(trainer: Trainer, job: Job) -> None:
     run = trainer.progress
     if run.next != "validation":
         train_batches(trainer, job)
-        run.is_partial |= run.next != "batch"
         step_scheduler(trainer, "epoch")
-        if not run.is_partial:
+        if not run.is_partial or run.reached_max_steps:
             run.go("validation")
     run.hold()
     trainer.optimizer.zero_grad()
@@ -112,10 +110,14 @@ def train_batches(trainer: Trainer, job: Job) -> None:
     """Every batch of an epoch, with what is due by steps in between."""
     run = trainer.progress
     finish_batch(trainer, job)  # of a run that was resumed in between
-    for batch in run.iterate(Reading(job.train_loader, run), trainer.accumulate):
+    reading = Reading(job.train_loader, run)
+    for batch in run.iterate(reading, trainer.accumulate):
         train_batch(trainer, batch)
         run.end_batch()
         finish_batch(trainer, job)
+    run.is_partial |= run.next != "batch"
+    if not run.is_partial:
+        reading.finish()
     if not run.seen and not run.is_stopped:
         raise ValueError(
             f"The train_loader gave no batch in epoch {run.epoch}. If it is a generator, it can be read only once: "

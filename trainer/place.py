@@ -3,7 +3,7 @@
 A run that goes on inside of an epoch reads that epoch again from its start, with the random numbers of that start, so
 that the sampler, the workers and the augmentation draw what they drew; the batches that were trained on are thrown
 away, and the random numbers go on where they were. A loader with a ``state_dict`` of its own (`torchdata` has one) is
-put back by that instead, and reads nothing twice.
+put back by that instead, and reads nothing twice; what is drawn in its workers is then drawn anew.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Place:
     #: How many batches of the epoch were trained on, and whether the last of them led to an update.
     seen: int = 0
     has_updated: bool = False
+    #: Whether batches of it are left, although a validation is next: after `max_steps`.
+    is_partial: bool = False
     #: The batches since the last update, of how many, and the gradients of each parameter that they left.
     pending: int = 0
     accumulate: int = 1
@@ -63,6 +65,7 @@ def place_of(run: Fitting) -> Place:
             "epoch_rng": run.epoch_rng,
             "seen": run.seen,
             "has_updated": run.has_updated,
+            "is_partial": run.is_partial,
             "pending": run.pending,
             "gradients": [_to_host(parameter.grad) for parameter in _parameters(run)] if run.pending else (),
             "metrics": plain(run.metrics),
@@ -82,6 +85,8 @@ def place_of(run: Fitting) -> Place:
 def go_to(run: Fitting, place: Place) -> None:
     """Put an epoch that has just begun where it was; its loader is read as `Reading` says."""
     run.next, run.epoch_rng = place.next, place.epoch_rng
+    if place.next == "validation" and place.is_partial:
+        run.next, run.is_partial = ("validation", True) if run.reached_max_steps else ("batch", False)
     run.seen, run.has_updated = place.seen, place.has_updated
     run.batch = max(place.seen - 1, 0)
     run.metrics, run.means = dict(place.metrics), Means(place.sums)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from eventbus.batches import length_of
 from trainer.randomness import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from trainer.fitting import Fitting
+    from trainer.place import Place
 
-__all__ = ["Reading", "keeps_its_place", "start_workers"]
+__all__ = ["Reading", "go_back", "keeps_its_place"]
 
 
 class Reading:
@@ -20,6 +23,7 @@ class Reading:
     def __init__(self, loader: Iterable[Any], run: Fitting) -> None:
         self._loader = loader
         self._run = run
+        self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # its TypeError says that it has none
@@ -28,12 +32,19 @@ class Reading:
         run, loader = self._run, self._loader
         _set_epoch(loader, run.epoch)
         if run.seen:
-            batches = self._rest(run.seen)
+            self._batches = self._rest(run.seen)
         else:
             run.epoch_rng = rng_state(run.generators)
-            batches = iter(loader)
+            self._batches = iter(loader)
         run.is_reading = True
-        yield from batches
+        for batch in self._batches:  # noqa: UP028  # `yield from` would close them with this one, before `finish`
+            yield batch
+        self._batches = None
+
+    def finish(self) -> None:
+        """Have a loader that keeps its own place come to the end of its epoch, after a stop with the last batch."""
+        if self._batches is not None and keeps_its_place(self._loader):
+            next(self._batches, None)
 
     def _rest(self, seen: int) -> Iterator[Any]:
         """The batches after the first `seen`, which are read again unless the loader keeps its own place."""
@@ -68,12 +79,22 @@ def keeps_its_place(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def start_workers(loader: Any, epoch: int) -> None:
-    """Start workers that outlive an epoch, as those of the former attempt had been when this epoch began.
+def go_back(loader: Any, place: Place, epoch: int) -> None:
+    """Make a loader what it was at the place of a checkpoint; what random numbers that takes is of no account.
 
-    The first epoch of a `DataLoader` draws a seed for its workers; with `persistent_workers`, later ones do not.
+    A `DataLoader` draws a seed for its workers when they start. With `persistent_workers` that is in the first epoch,
+    so they are started here for any later one; and one that keeps its place comes to its next epoch by ending the
+    former one again.
     """
-    if epoch and getattr(loader, "persistent_workers", False):
+    is_between = place.next in ("epoch", "validation") and not place.is_partial
+    if keeps_its_place(loader):
+        if place.loader is None:
+            return
+        loader.load_state_dict(place.loader)
+        must_start = is_between
+    else:
+        must_start = epoch > 0 and getattr(loader, "persistent_workers", False)
+    if must_start and isinstance(loader, DataLoader):
         iter(loader)
 
 

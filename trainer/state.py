@@ -14,7 +14,7 @@ import torch
 from eventbus.fitness import Means
 from trainer.devices import unwrapped
 from trainer.place import Place, plain
-from trainer.reading import start_workers
+from trainer.reading import go_back
 
 if TYPE_CHECKING:
     from trainer.callback import Callback
@@ -128,10 +128,8 @@ def _restore_place(trainer: Trainer, places: Sequence[Mapping[str, Any]]) -> Non
         return
     place = run.place = Place(**places[ranks.rank])
     run.window, run.logged_step = Means(place.logged_sums), place.logged_step
-    if run.stateful_loader is not None and place.loader is not None:
-        run.read_state = place.loader
-        run.stateful_loader.load_state_dict(place.loader)
-    start_workers(trainer.train_loader, run.start_epoch)
+    run.read_state = place.loader
+    go_back(trainer.train_loader, place, run.start_epoch)
 
 
 def _restore_callbacks(trainer: Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -137,9 +137,10 @@ class Trainer(Steps, Callbacks, Attributes):
         never interrupted. For that the batches done in this epoch are read again and thrown away, unless the loader
         has a ``state_dict`` of its own. `on_train_epoch_start` is told again; batches, steps and the epoch's means go
         on. Random state of your own (a ``numpy.random.Generator`` in a dataset) belongs into the `state_dict` of a
-        callback; that of ``persistent_workers`` starts anew. A run that is done, or that `EarlyStopping` stopped,
-        trains nothing and says so, unless more `epochs` or `max_steps` are asked for than before; one that somebody
-        else stopped goes on.
+        callback; that in ``persistent_workers``, or in workers of a loader with a ``state_dict``, starts anew.
+
+        A run that is done, or that `EarlyStopping` stopped, trains nothing and says so, unless more `epochs` or
+        `max_steps` are asked for than before; one that somebody else stopped goes on.
         """
         if self.progress.inbox is not None:
             raise RuntimeError("This trainer is training already; in a callback, train with another one.")
