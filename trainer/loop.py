@@ -64,7 +64,7 @@ __all__ = ["fit", "save", "tell_saved", "validate"]
 
 def fit(trainer: Trainer, job: Job) -> None:
     """Train as `job` says; raises what the model, the loader or a raising hook raises, after the terminal events."""
-    with trainer.progress as run, trainer.ranks.together():
+    with trainer.progress as run, trainer.ranks.leaving():
         set_up(trainer, job)
         run.ready(batches=run.length(job.train_loader), **trainer.found())
         try_validation(trainer, job)

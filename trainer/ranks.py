@@ -34,6 +34,7 @@ class Ranks:
         self._own_group: Any = None
         self._own_connections: frozenset[Connection] | None = None
         self._departure: Departure | None = None
+        self._has_left = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ranks, ()
@@ -52,6 +53,7 @@ class Ranks:
         """Whether the flag is set in at least one process."""
         if self.is_alone:
             return flag
+        self._check_has_not_left()
         flags = torch.tensor([flag], dtype=torch.int32)
         distributed.all_reduce(flags, op=distributed.ReduceOp.MAX, group=self._group)
         return bool(flags.item())
@@ -60,6 +62,7 @@ class Ranks:
         """The values of all processes, by rank; each must pickle."""
         if self.is_alone:
             return [value]
+        self._check_has_not_left()
         values: list[Any] = [None] * self.world_size
         distributed.all_gather_object(values, value, group=self._group)
         return values
@@ -80,31 +83,40 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """While it lasts, an error in one process ends all of them; may be nested.
+        """While it lasts, an error that leaves it in one process ends all of them; within another one it does nothing.
 
         Where that came of another's error, raises `RankFailedError`, naming it.
         """
         if self.is_alone or self._departure is not None:
-            with self._leaving():
-                yield
+            yield
             return
         self._departure = self._agree_on_departure()
         try:
-            with self._leaving():
+            with self.leaving():
                 yield
         finally:
-            self._departure = None
+            self._departure, self._has_left = None, False
 
     @contextmanager
-    def _leaving(self) -> Iterator[None]:
+    def leaving(self) -> Iterator[None]:
+        """Leave the others at an error already here, further inside: before hooks are told, and anything waits."""
         try:
             yield
         except BaseException as error:
-            departure, self._departure = self._departure, None  # left once, by the innermost
-            reason = departure.leave(error) if departure is not None else None
+            if self._departure is None or self._has_left:
+                raise
+            self._has_left = True
+            reason = self._departure.leave(error)
             if reason is not None:
                 raise reason from error
             raise
+
+    def _check_has_not_left(self) -> None:
+        if self._has_left:
+            raise RuntimeError(
+                "This process has left the others, since its run failed: nobody would answer. Ask for nothing that "
+                "takes all of them in on_exception and the hooks after it; trainer.save_model does not."
+            )
 
     def _agree_on_departure(self) -> Departure:
         meeting = self.gather(os.urandom(6).hex())[0]

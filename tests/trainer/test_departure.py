@@ -18,7 +18,7 @@ from torch import distributed
 
 from eventbus import EventBus
 from tests.trainer.toys import Recorder, assert_balanced, batches, linear, make_trainer, squared_error
-from trainer import RankFailedError, departure
+from trainer import RankFailedError, departure, ranks
 
 if TYPE_CHECKING:
     from tests.trainer.pair import Pair
@@ -188,6 +188,65 @@ def keeps_other_connections(rank: int) -> bool:
 
 def test_only_connections_between_the_ranks_are_shut_down(pair: Pair, tmp_path: Path) -> None:
     assert pair.run(keeps_other_connections, tmp_path) == (True, True)
+
+
+def talks_after_its_end(rank: int) -> list[Any]:
+    """A hook of the failed run asks for a validation, which takes all, and for a checkpoint of its own."""
+    told: list[Any] = []
+    with EventBus(run="r") as bus:
+        trainer = make_trainer(bus, model=torch.nn.parallel.DistributedDataParallel(linear()))
+        trainer.loss_fn = lambda model, batch: (breaking(), squared_error(model, batch))[1]
+        breaking = Breaking(rank)
+
+        def hook(t: Any) -> None:
+            with pytest.raises(RuntimeError) as raised:
+                t.validate(batches(1))
+            told.append(str(raised.value).partition(":")[0])
+
+        trainer.add_callback("on_exception", hook)
+        with contextlib.suppress(LookupError, RankFailedError):
+            trainer.fit(batches(6), epochs=1)
+    return told
+
+
+def test_E5_nothing_that_takes_all_can_be_done_after_a_failure(pair: Pair, tmp_path: Path) -> None:
+    """It is refused at once, instead of waiting for processes that will not come."""
+    told = ["This process has left the others, since its run failed"]
+    assert pair.run(talks_after_its_end, tmp_path) == (told, told)
+
+
+class PosesAsNCCL:
+    """`torch.distributed`, but for the name of the backend."""
+
+    def get_backend(self) -> str:
+        return "nccl"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed, name)
+
+
+def agrees_over_a_group_of_its_own(rank: int) -> list[str]:
+    """As where the default group is NCCL's: the trainer has a gloo group of its own, and leaves that one alone."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch, EventBus(run="r") as bus:
+        monkeypatch.setattr(ranks, "distributed", PosesAsNCCL())
+        trainer = make_trainer(bus)
+        bus.subscribe(Breaking(rank), "on_train_batch_end", on_error="raise")
+        try:
+            trainer.fit(batches(6), epochs=1)
+        except (LookupError, RankFailedError) as error:
+            told.append(type(error).__name__)
+        if rank == 1:
+            sleep(departure.GRACE_S * 1.5)
+        distributed.barrier()
+        told.append("met at the default group")
+    return told
+
+
+def test_a_group_of_its_own_is_the_only_one_it_leaves(pair: Pair, tmp_path: Path) -> None:
+    zero, one = pair.run(agrees_over_a_group_of_its_own, tmp_path)
+    assert zero == ["RankFailedError", "met at the default group"]
+    assert one == ["LookupError", "met at the default group"]
 
 
 # ------------------------------------------------------------------------------------------------ whole processes
