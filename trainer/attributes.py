@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.checkpoint import ModelCheckpoint
     from trainer.fitting import Fitting
     from trainer.ranks import Ranks
+    from trainer.weights import WeightAverage
 
 __all__ = ["Attributes"]
 
@@ -39,8 +40,13 @@ class Attributes:
     results: Any = None
     #: Where an export goes.
     file: Path | None = None
-    #: A module with averaged weights, if the user keeps one here.
-    ema: torch.nn.Module | None = None
+    #: The averaged weights, with the option `ema`: ``trainer.ema.ema`` is the model that has them. Without the option,
+    #: whatever the user keeps here.
+    ema: Any = None
+    #: The same, with the option; else None.
+    average: WeightAverage | None = None
+    #: The model whose weights the trained one has for the moment; None while it has its own.
+    stand_in: torch.nn.Module | None = None
     #: The loaders of this training; None outside of `fit`.
     train_loader: Any = None
     valid_loader: Any = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["choose_device", "evaluating", "move", "unwrapped"]
+__all__ = ["choose_device", "compiled", "evaluating", "move", "unwrapped"]
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -56,6 +56,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(modes[0][1])  # a module may do more than set its mode
         for module, mode in modes:
             module.training = mode
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The model, compiled when it is first called; its weights and their names stay the same."""
+    module: nn.Module = torch.compile(model)  # type: ignore[assignment]  # a module, since it was given one
+    return module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

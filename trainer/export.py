@@ -17,6 +17,7 @@ from torch import nn
 
 from eventbus.events import ExportEnd, ExportStart
 from trainer.devices import evaluating, move, unwrapped
+from trainer.weights import averaged_weights
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -43,7 +44,7 @@ def export(trainer: Trainer, job: ExportJob) -> Path:
     with trainer.showing(file=path):
         run.publish(ExportStart, format=format, path=str(path))
         try:
-            with _replacing(path) as temporary:
+            with _replacing(path) as temporary, averaged_weights(trainer):
                 _write(trainer, job, temporary)
         except Exception as error:
             error.add_note(f"while {type(unwrapped(trainer.model)).__name__} was exported as {format!r} to {path}")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.ranks import Ranks
     from trainer.trainer import Trainer
 
-__all__ = ["Fitting", "make_run", "positive_number"]
+__all__ = ["Fitting", "fraction", "make_run", "positive_number"]
 
 
 class Fitting(Progress):
@@ -192,6 +192,13 @@ def positive_number(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def fraction(name: str, value: Any) -> float:
+    """A number between 0 and 1; raises `ValueError` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ValueError(f"{name} must be a number between 0 and 1, not {value!r}")
+    return float(value)
+
+
 def make_run(trainer: Trainer, plan: Plan, job: Job | None) -> Fitting:
     """The run of a trainer: of a job, or an idle one for what is done outside of a training."""
     plan = replace(plan, run=trainer.run, rank=trainer.rank, config=vars(trainer.args))
@@ -202,7 +209,6 @@ def make_run(trainer: Trainer, plan: Plan, job: Job | None) -> Fitting:
     run.accumulate = trainer.accumulate
     run.saver = partial(saving.save_now, trainer)
     run.on_rates_set = partial(rescale, trainer.scheduler)
-    run.watches_rates = trainer.schedule != "step"
     run.settings["clip_norm"] = setter(trainer, "clip_norm", positive_number)
     if job is not None:
         run.has_validation = job.val_loader is not None

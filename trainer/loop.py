@@ -52,7 +52,7 @@ from trainer.outcome import read_step, read_validation, samples
 from trainer.randomness import undisturbed
 from trainer.reading import Reading
 from trainer.schedule import plateau_metric
-from trainer.weights import best_weights
+from trainer.weights import averaged_weights, best_weights
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Saved
@@ -84,12 +84,15 @@ def fit(trainer: Trainer, job: Job) -> None:
 
 def set_up(trainer: Trainer, job: Job) -> None:
     """Put the model on its device, and the run where it was when the checkpoint was written."""
+    run = trainer.progress
     trainer.prepare()
     if job.checkpoint is not None:
         state.restore(trainer, job.checkpoint)
         job.checkpoint = None  # as large as the model
-        run = trainer.progress
         run.publish(events.CheckpointLoad, path=str(job.checkpoint_path), epoch=run.start_epoch, step=run.step)
+    if trainer.warming is not None:
+        trainer.warming.begin(run.step)
+    run.watches_rates = trainer.watches_rates
 
 
 def train(trainer: Trainer, job: Job) -> None:
@@ -159,7 +162,8 @@ def train_batch(trainer: Trainer, batch: Any) -> None:
 def learn(trainer: Trainer, batch: Any) -> bool:
     """Forward and backward; False when there is nothing to learn from this batch."""
     trainer.batch = move(batch, trainer.device)
-    result = trainer.training_step(trainer.batch)
+    with trainer.casting():
+        result = trainer.training_step(trainer.batch)
     outcome = None if result is None else read_step(result)
     trainer.progress.batch_metrics = {} if outcome is None else outcome.metrics
     if not is_usable(trainer, None if outcome is None else outcome.loss, "loss") or outcome is None:
@@ -179,6 +183,8 @@ def update(trainer: Trainer) -> None:
     if is_good and trainer.optimizer_step():
         run.step += 1
         run.has_updated = True
+        if trainer.average is not None:
+            trainer.average.update_parameters(trainer.model)
         run.publish(events.OptimizerStep, lr=rates_of(trainer.optimizer), grad_norm=grad_norm, **run.position)
     else:
         run.status = "skipped"
@@ -193,11 +199,23 @@ def step_scheduler(trainer: Trainer, moment: str) -> None:
     if is_its_moment and moment == "validation" and run.is_validated and not run.is_partial:
         value = plateau_metric(run.fitness.names, run.metrics)
         if value is not None:
-            trainer.scheduler.step(value)
+            with trainer.planned_rates():
+                trainer.scheduler.step(value)
     if is_its_moment and moment != "validation" and (run.has_updated if moment == "step" else not run.is_partial):
-        trainer.scheduler.step()
+        with trainer.planned_rates():
+            trainer.scheduler.step()
+    if moment == "step" and run.has_updated:
+        warm_up(trainer)
     if moment != "step":
         run.tell_rates("schedule")
+
+
+def warm_up(trainer: Trainer) -> None:
+    """Raise the rates after an update of the warm-up; the whole of it is told as one change, at its end."""
+    run, warming = trainer.progress, trainer.warming
+    if warming is not None and warming.step():
+        run.tell_rates("schedule")
+        run.watches_rates = trainer.watches_rates
 
 
 def validate_epoch(trainer: Trainer, job: Job) -> None:
@@ -211,6 +229,12 @@ def validate_epoch(trainer: Trainer, job: Job) -> None:
 
 
 def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
+    """Evaluate the model, with its averaged weights where it has some; see `evaluate`."""
+    with averaged_weights(trainer):
+        return evaluate(trainer, loader, phase=phase)
+
+
+def evaluate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
     """Evaluate without gradients; the means over the loader by bare name, or nothing when a stop cut it short.
 
     They join the metrics of the epoch, where `on_val_end` finds them and may add others, unless `run.apart()`.
@@ -258,7 +282,8 @@ def validate_batch(trainer: Trainer, data: Any, means: Means, **place: Any) -> A
     ):
         run.publish(events.ValBatchStart, **place)
         trainer.batch = move(data, trainer.device)
-        trainer.results = result = trainer.validation_step(trainer.batch)
+        with trainer.casting():
+            trainer.results = result = trainer.validation_step(trainer.batch)
         metrics, outputs = read_validation(result)
         means.add(metrics, size_of(data) or 1)
         if run.bus.hears(events.ValImageEnd):
@@ -298,7 +323,7 @@ def evaluate_best(trainer: Trainer, job: Job) -> None:
     if loaders and not run.is_interrupted:
         with best_weights(trainer):
             for phase, loader in loaders.items():
-                validate(trainer, loader, phase=phase)
+                evaluate(trainer, loader, phase=phase)
 
 
 def save(trainer: Trainer, *, is_due: bool = False, is_judged: bool = False) -> list[Saved]:

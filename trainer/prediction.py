@@ -9,6 +9,7 @@ from eventbus import events
 from eventbus.batches import size_of
 from trainer.delivery import owed
 from trainer.devices import evaluating, move
+from trainer.weights import averaged_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,7 +42,8 @@ def predict_batch(trainer: Trainer, data: Any, place: dict[str, Any]) -> Any:
         with owed(lambda: run.publish(events.PredictBatchEnd, seconds=monotonic() - started, **place)):
             run.publish(events.PredictBatchStart, **place)
             trainer.batch = move(data, trainer.device)
-            with evaluating(trainer.model):  # not while the reader has control: no_grad would leak into its code
+            # not while the reader has control: no_grad, and other weights, would leak into its code
+            with averaged_weights(trainer), evaluating(trainer.model), trainer.casting():
                 trainer.results = trainer.prediction_step(trainer.batch)
             run.publish(events.PredictPostprocessEnd, seconds=monotonic() - started, **place)
         return trainer.results

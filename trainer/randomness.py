@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["generators_of", "rng_state", "seed_everything", "set_rng_state", "undisturbed"]
+__all__ = ["deterministic", "generators_of", "rng_state", "seed_everything", "set_rng_state", "undisturbed"]
 
 
 def seed_everything(seed: int) -> None:
@@ -20,6 +20,24 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def deterministic(is_wanted: bool) -> Iterator[None]:
+    """While it lasts torch uses only algorithms that give the same numbers each time, or raises where it has none."""
+    if not is_wanted:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_was = cudnn.deterministic, cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        cudnn.deterministic, cudnn.benchmark = cudnn_was
 
 
 @contextmanager

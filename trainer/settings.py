@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["one_of", "settings_of"]
 
-_TAKEN = ("accumulate", "clip_norm", "log_every", "mode", "monitor", "on_nan", "on_oom", "seed")
+_TAKEN: tuple[str, ...] = ("accumulate", "clip_norm", "log_every", "mode", "monitor", "on_nan", "on_oom")
+_TAKEN += ("precision", "seed", "warmup")
 
 _T = TypeVar("_T")
 
@@ -26,6 +27,7 @@ def settings_of(trainer: Trainer, plan: Plan) -> dict[str, Any]:
     """Names and numbers only: nothing that holds a tensor or runs code."""
     return {name: getattr(trainer, name) for name in _TAKEN} | {
         "device": str(trainer.device),
+        "ema": None if trainer.average is None else trainer.average.decay,
         "epochs": plan.epochs,
         "loss": getattr(trainer.loss_fn, "__qualname__", type(trainer.loss_fn).__qualname__),
         "lr": [float(group["lr"]) for group in trainer.optimizer.param_groups],

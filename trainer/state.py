@@ -15,6 +15,7 @@ from eventbus.fitness import Means
 from trainer.devices import unwrapped
 from trainer.place import Place, plain
 from trainer.reading import go_back
+from trainer.weights import own_weights
 
 if TYPE_CHECKING:
     from trainer.callback import Callback
@@ -24,8 +25,9 @@ __all__ = ["collect", "find_checkpoint", "place_in", "read_checkpoint", "restore
 
 #: 1 had no places: in it, an epoch that was cut short begins anew.
 _FORMAT = 2
-#: What a trainer may have beside its model and optimizer, each with a ``state_dict``; None where it has none.
-_PARTS = ("scheduler", "scaler")
+#: What a trainer may have beside its model and optimizer, each with a ``state_dict`` (None where it has none): the
+#: name in the file, and that of the attribute.
+_PARTS = {"scheduler": "scheduler", "scaler": "scaler", "ema": "average", "warmup": "warming"}
 _log = logging.getLogger("trainbus")
 
 
@@ -34,12 +36,17 @@ def collect(trainer: Trainer, places: Sequence[Place] | None = None) -> dict[str
 
     `places` are those of all processes of the run, by rank; None = this one's.
     """
+    with own_weights(trainer):
+        return _collected(trainer, places)
+
+
+def _collected(trainer: Trainer, places: Sequence[Place] | None) -> dict[str, Any]:
     run = trainer.progress
     return {
         "format": _FORMAT,
         "model": unwrapped(trainer.model).state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
-        **{name: _state_of(getattr(trainer, name)) for name in _PARTS},
+        **{name: _state_of(getattr(trainer, attribute)) for name, attribute in _PARTS.items()},
         "epoch": run.resume_epoch,
         "step": run.step,
         "global_batch": run.global_batch,
@@ -96,8 +103,8 @@ def restore(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     trainer.optimizer.load_state_dict(checkpoint["optimizer"])
     # its updates were made by an earlier process: else a schedule whose step comes first here would be warned of
     trainer.optimizer._opt_called = checkpoint["step"] > 0  # type: ignore[attr-defined]  # read by torch's schedulers
-    for name in _PARTS:
-        part = getattr(trainer, name)
+    for name, attribute in _PARTS.items():
+        part = getattr(trainer, attribute)
         if part is not None and checkpoint.get(name) is not None:
             part.load_state_dict(checkpoint[name])
     if trainer.scaler is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +14,10 @@ from eventbus.fitness import number
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Steps"]
+__all__ = ["Precision", "Steps"]
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Steps:
@@ -25,6 +29,8 @@ class Steps:
     scaler: torch.amp.GradScaler | None
     accumulate: int
     clip_norm: float | None
+    device: torch.device
+    precision: Precision
 
     def training_step(self, batch: Any) -> torch.Tensor | Mapping[str, Any] | None:
         """The loss of a batch, a scalar or a mapping with "loss" and metrics; None to skip the batch."""
@@ -50,6 +56,11 @@ class Steps:
     def prediction_step(self, batch: Any) -> Any:
         """The outputs for a batch: by default of the model, called with the batch or with its first item."""
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def casting(self) -> AbstractContextManager[object]:
+        """Around each step: computes in the lower precision where that is safe (`torch.autocast`)."""
+        dtype = _LOWER.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients; `loss` is already divided by `accumulate`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -22,16 +22,19 @@ from trainer import export, loop, prediction, saving
 from trainer.attributes import Attributes
 from trainer.callbacks import Callbacks
 from trainer.delivery import Delivery
-from trainer.devices import choose_device, unwrapped
-from trainer.fitting import make_run, positive_number
+from trainer.devices import choose_device, compiled, unwrapped
+from trainer.fitting import fraction, make_run, positive_number
 from trainer.job import FitResult, Job, check_counts, check_needs_val_loader, result_of
 from trainer.mishaps import OnNan, OnOom, check_ranks
+from trainer.randomness import deterministic as deterministic_algorithms
 from trainer.randomness import seed_everything
 from trainer.ranks import Ranks
 from trainer.schedule import schedule_of
 from trainer.settings import one_of, settings_of
 from trainer.state import find_checkpoint, place_in
-from trainer.steps import Steps
+from trainer.steps import Precision, Steps
+from trainer.warmup import Warmup
+from trainer.weights import WeightAverage, weights_in
 
 if TYPE_CHECKING:
     from trainer.callback import Callback
@@ -52,6 +55,11 @@ class Trainer(Steps, Callbacks, Attributes):
     - `save_dir`: where ``last.pt`` and ``best.pt`` go; ``{run}`` and ``{rank}`` are filled in, None writes nothing.
     - `monitor`, `mode`: what fitness is taken from ("val_loss" is ``val/loss``); see `eventbus.fitness.Fitness`.
     - `accumulate`: batches per optimizer update. `clip_norm`: the largest gradient norm.
+    - `warmup`: updates over which the learning rates rise in a line to what is planned, by whatever scheduler.
+    - `precision`: "fp32", or "bf16" or "fp16" where that is safe (`torch.autocast`); "fp16" brings a scaler.
+    - `ema`: the decay of an average of the weights (0.999), which is validated, tested, predicted with and exported.
+    - `compile`: `torch.compile` the model. For its options, give a model that is compiled already.
+    - `deterministic`: only algorithms that give the same numbers each time, during `fit`; also give a `seed`.
     - `log_every`: steps between two `on_log`. `scheduler_every`: "epoch" or "step".
     - `signals`: those that end the training cleanly, as "interrupted" (``"SIGTERM"``); none unless asked.
     - `on_nan`: what becomes of a loss or gradient norm that is not finite: "ignore", "skip" the batch, "stop" the run,
@@ -81,19 +89,28 @@ class Trainer(Steps, Callbacks, Attributes):
         accumulate: int = 1,
         clip_norm: float | None = None,
         log_every: int = 50,
+        warmup: int = 0,
+        precision: Precision = "fp32",
+        ema: float | None = None,
+        compile: bool = False,
+        deterministic: bool = False,
         on_nan: OnNan = "ignore",
         on_oom: OnOom = "raise",
         on_callback_error: Literal["isolate", "raise"] = "isolate",
         signals: Iterable[str | int] = (),
         flush_timeout: float = 10.0,
     ) -> None:
-        self.model = model
+        self.model = compiled(model) if compile else model
         self.loss_fn = loss
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
         self.scheduler, self.schedule = schedule_of(scheduler, self.optimizer, scheduler_every)
-        self.scaler = scaler
         self.device = choose_device(device)
-        self.seed = seed
+        self.precision = one_of("precision", precision, get_args(Precision))
+        self.scaler = torch.amp.GradScaler(self.device.type) if scaler is None and precision == "fp16" else scaler
+        self.ema = self.average = None if ema is None else WeightAverage(model, fraction("ema", ema))
+        self.warmup = positive("warmup", warmup) if warmup else 0
+        self.warming = Warmup(self.optimizer, self.warmup) if self.warmup else None
+        self.seed, self.deterministic = seed, deterministic
         self.accumulate = positive("accumulate", accumulate)
         self.clip_norm = positive_number("clip_norm", clip_norm)
         self.log_every = positive("log_every", log_every)
@@ -161,13 +178,7 @@ class Trainer(Steps, Callbacks, Attributes):
         self._begin(Plan(epochs=epochs, max_steps=max_steps, attempt=attempt), job)
         self.train_loader, self.valid_loader, self.test_loader = train_loader, val_loader, test_loader
         self._fits += 1
-        # The signals outlast the delivery: a second SIGTERM must not cut off what the first one lets end.
-        signals = StopSignals(self.signals, self.progress.interrupt, self._is_interrupted)
-        with signals, self._delivery.session(is_training=True), self.ranks.together():
-            try:
-                loop.fit(self, job)
-            finally:
-                self.batch = None  # it may be large, and on the GPU
+        self._train(job)
         return result_of(self)
 
     def validate(self, loader: Iterable[Any]) -> dict[str, float]:
@@ -213,11 +224,16 @@ class Trainer(Steps, Callbacks, Attributes):
             return not saving.save_to(self, Path(path)).error
 
     def load_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        """Load a state dict, or the model of a checkpoint file, and tell it by `on_params_update`."""
+        """Load a state dict, or the model of a checkpoint file, and tell it by `on_params_update`.
+
+        Of a checkpoint with averaged weights it is these, which were validated. An average of this trainer begins anew.
+        """
         read: Any = weights
         if not isinstance(weights, Mapping):
             read = torch.load(weights, map_location="cpu", weights_only=True)
-        unwrapped(self.model).load_state_dict(read["model"] if "format" in read else read)
+        unwrapped(self.model).load_state_dict(weights_in(read))
+        if self.average is not None:
+            self.average.forget()
         self.params_updated("weights loaded")
 
     def params_updated(self, reason: str) -> None:
@@ -237,9 +253,22 @@ class Trainer(Steps, Callbacks, Attributes):
         if self.seed is not None:
             seed_everything(self.seed)
         self.model.to(self.device)
+        if self.average is not None:
+            self.average.module.to(self.device)
+        if self.deterministic and self.seed is None:
+            self.logger.warning("deterministic=True without seed=: the random numbers are not the same each time.")
         if not self.model.training:  # else its parts are in the modes they are meant to be in
             self.model.train()
         self.optimizer.zero_grad()
+
+    def planned_rates(self) -> AbstractContextManager[None]:
+        """While it lasts the learning rates are those that a warm-up leads to."""
+        return nullcontext() if self.warming is None else self.warming.planning()
+
+    @property
+    def watches_rates(self) -> bool:
+        """Whether a learning rate that changes in a batch was changed by a callback."""
+        return self.schedule != "step" and (self.warming is None or self.warming.is_over)
 
     def found(self) -> dict[str, Any]:
         """What set-up found, for `on_pretrain_routine_end`."""
@@ -288,6 +317,20 @@ class Trainer(Steps, Callbacks, Attributes):
             )
         self._take_rank()
         self._begin(Plan())
+
+    def _train(self, job: Job) -> None:
+        # The signals outlast the delivery: a second SIGTERM must not cut off what the first one lets end.
+        signals = StopSignals(self.signals, self.progress.interrupt, self._is_interrupted)
+        with (
+            signals,
+            self._delivery.session(is_training=True),
+            self.ranks.together(),
+            deterministic_algorithms(self.deterministic),
+        ):
+            try:
+                loop.fit(self, job)
+            finally:
+                self.batch = None  # it may be large, and on the GPU
 
     def _is_interrupted(self) -> bool:
         return self.progress.reason == "interrupted"
