@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eventbus.events import Log, LRChange, TrainBatchEnd, TrainBatchStart
+from eventbus.events import Event, Log, LRChange, TrainBatchEnd, TrainBatchStart
 from eventbus.fitness import Means, qualified
 from eventbus.lifecycle import Lifecycle, Plan
 from eventbus.rates import rates_of
@@ -90,12 +90,17 @@ class Batches(Lifecycle):
         self.batch_size = size_of(batch)
         self.status = "ok"
         self._open.add("batch")
-        self.publish(TrainBatchStart, **self.position)
+        self.tell(TrainBatchStart)
 
     @property
     def position(self) -> dict[str, int]:
         """The fields that all events of a batch share."""
         return {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch, "step": self.step}
+
+    def tell(self, kind: type[Event], **fields: Any) -> None:
+        """Publish an event of this batch."""
+        if not self.bus._ignores(kind):
+            self.publish(kind, **fields, **self.position)
 
     def end_batch(self) -> None:
         """End the batch that is open, if one is, with the metrics it was given."""
@@ -114,7 +119,7 @@ class Batches(Lifecycle):
 
     def _tell_batch(self, metrics: dict[str, Any], status: str) -> None:
         size, rates = self.batch_size, rates_of(self.optimizer)
-        self.publish(TrainBatchEnd, metrics=metrics, lr=rates, batch_size=size, status=status, **self.position)
+        self.tell(TrainBatchEnd, metrics=metrics, lr=rates, batch_size=size, status=status)
 
     def tell_averages(self) -> None:
         """Publish the means since the last `on_log`, when `log_every` steps were made since."""
@@ -156,7 +161,11 @@ def size_of(batch: Any, depth: int = 4) -> int | None:
         parts = batch.values()
     else:
         parts = getattr(batch, "__dict__", {}).values()
-    return next((size for size in (size_of(part, depth - 1) for part in parts) if size is not None), None)
+    for part in parts:
+        size = size_of(part, depth - 1)
+        if size is not None:
+            return size
+    return None
 
 
 def positive(name: str, value: Any) -> int:

@@ -25,11 +25,11 @@ def choose_device(device: str | torch.device) -> torch.device:
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on the device; copies from pinned memory do not wait."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(move(value, device) for value in batch)
+        return type(batch)([move(value, device) for value in batch])
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
         return moved if type(batch) is dict else _like(batch, moved)

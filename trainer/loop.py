@@ -152,7 +152,7 @@ def train_batch(trainer: Trainer, batch: Any) -> None:
     run = trainer.progress
     if with_memory(trainer, partial(learn, trainer, batch)):
         run.pending += 1
-        run.publish(events.AfterBackward, **run.position)
+        run.tell(events.AfterBackward)
     else:
         run.status = "skipped"
     if run.is_update_due and run.pending:
@@ -179,16 +179,16 @@ def update(trainer: Trainer) -> None:
     wants_norm = run.bus.hears(events.OptimizerStep) or (trainer.on_nan != "ignore" and not is_scaled)
     grad_norm = trainer.finish_gradients(run.pending, wants_norm=wants_norm)
     is_good = is_scaled or is_usable(trainer, grad_norm, "gradient norm")
-    run.publish(events.BeforeOptimizerStep, **run.position)
+    run.tell(events.BeforeOptimizerStep)
     if is_good and trainer.optimizer_step():
         run.step += 1
         run.has_updated = True
         if trainer.average is not None:
             trainer.average.update_parameters(trainer.model)
-        run.publish(events.OptimizerStep, lr=rates_of(trainer.optimizer), grad_norm=grad_norm, **run.position)
+        run.tell(events.OptimizerStep, lr=rates_of(trainer.optimizer), grad_norm=grad_norm)
     else:
         run.status = "skipped"
-    run.publish(events.BeforeZeroGrad, **run.position)
+    run.tell(events.BeforeZeroGrad)
     trainer.optimizer.zero_grad()
     run.pending = 0
 
