@@ -1,29 +1,79 @@
 """The loop: every hook of `eventbus.events` in its place, and nothing else.
 
-What fires under each way to end, besides the hooks of the epochs that ran::
+::
 
-    way to end                        | the open batch, epoch        | validation, checkpoint | then
-    ----------------------------------|------------------------------|------------------------|-----------------
-    all epochs, or max_steps          | ended as usual               | both, as planned; then | completed
-                                      |                              | the best model (*)     |
-    stop: a hook, control             | batch ended as usual; epoch  | no validation, last.pt | on_control,
-                                      | ended at once, partial=True  | is written; then (*)   | stopped
-    one of `signals` (SIGTERM)        | the same                     | the same without (*)   | on_control,
-                                      |                              |                        | interrupted
-    NaN with on_nan="stop"            | batch ended, status=skipped; | neither: the last.pt   | on_control,
-                                      | epoch ended, partial=True    | of before stays; (*)   | stopped
-    an exception: model, loader, loss,| the same                     | neither                | on_exception,
-    a hook with on_error="raise",     |                              |                        | failed
-    on_nan="raise", memory            |                              |                        |
-    Ctrl-C (KeyboardInterrupt)        | the same                     | neither                | on_exception,
-                                      |                              |                        | interrupted
+    on_pretrain_routine_start
+        on_checkpoint_load                            # resume=
+    on_pretrain_routine_end
+    on_train_start
+    validation, phase "sanity"                        # sanity_batches=
+    for each epoch:
+        on_train_epoch_start
+        for each batch:
+            on_train_batch_start
+            forward and backward
+            on_after_backward                         # unless the batch is skipped
+            when a group of `accumulate` batches is complete:
+                on_before_optimizer_step
+                optimizer_step                        # unless the update is skipped
+                on_before_zero_grad
+            on_train_batch_end                        # status "ok", "skipped" or "retried"
+            on_log                                    # every log_every= steps
+            on_lr_change                              # a callback changed one, or the warm-up is over
+            on_control                                # whatever was asked for
+            validation, phase "fit", and best.pt      # every validate_every= steps
+            on_model_save | on_checkpoint_failed      # every save_every= steps
+        on_lr_change                                  # the scheduler changed one
+        on_train_epoch_end
+        validation, phase "fit":
+            on_params_update                          # ema=: the averaged weights are in
+            on_val_start
+            for each batch:
+                on_val_batch_start
+                on_val_image_end                      # per sample, when somebody listens
+                on_val_batch_end
+                on_control
+            on_val_end
+            on_params_update                          # and out
+        on_lr_change                                  # a scheduler that follows a metric
+        on_fit_epoch_end
+        on_model_save | on_checkpoint_failed          # best.pt, then last.pt
+        on_control
+    on_params_update                                  # the weights of best.pt are in
+    validation, phases "final" and "test"             # final_validation=, test_loader=
+    on_params_update                                  # and out
+    on_exception
+    on_train_end
+    teardown
 
-(*) Where it was asked for: the validations of phase "final" and "test", between two `on_params_update` when ``best.pt``
-was read. They are no part of an epoch: `on_fit_epoch_end` does not fire again.
+Outside of it: in `trainer.prediction` ``on_predict_start``, ``on_predict_batch_start``, ``on_predict_postprocess_end``,
+``on_predict_batch_end``, ``on_predict_end``; in `trainer.export` ``on_export_start``, ``on_export_end``; and what the
+bus tells about itself: ``on_subscriber_error``, ``on_subscriber_disabled``, ``on_events_dropped``.
+
+How a run ends, and what then becomes of the batch and the epoch it was in; a test reads this table::
+
+    way to end                | last batch | epoch   | validated | last.pt | best tested | then
+    --------------------------|------------|---------|-----------|---------|-------------|------------------------
+    all epochs                | ok         | whole   | yes       | written | yes         | completed
+    max_steps                 | ok         | partial | yes       | written | yes         | completed
+    trainer.stop              | ok         | partial | no        | written | yes         | on_control, stopped
+    control.stop              | ok         | partial | no        | written | yes         | on_control, stopped
+    EarlyStopping             | ok         | whole   | yes       | written | yes         | on_control, stopped
+    one of signals=           | ok         | partial | no        | written | no          | on_control, interrupted
+    on_nan="stop"             | skipped    | partial | no        | kept    | yes         | on_control, stopped
+    on_nan="raise"            | skipped    | partial | no        | kept    | no          | on_exception, failed
+    memory does not suffice   | skipped    | partial | no        | kept    | no          | on_exception, failed
+    exception in the model    | skipped    | partial | no        | kept    | no          | on_exception, failed
+    exception in the loss     | skipped    | partial | no        | kept    | no          | on_exception, failed
+    exception in the loader   | ok         | partial | no        | kept    | no          | on_exception, failed
+    exception in validation   | ok         | partial | no        | kept    | no          | on_exception, failed
+    a hook that raises        | skipped    | partial | no        | kept    | no          | on_exception, failed
+    Ctrl-C                    | skipped    | partial | no        | kept    | no          | on_exception, interrupted
 
 Always: an end for every start, answers to requests that wait, one `on_train_end` with that reason, one `teardown`;
 then the bus is flushed, and the original exception leaves `Trainer.fit`. A stop that is asked for during the last
-hooks of an epoch (`on_fit_epoch_end`) finds the epoch complete.
+hooks of an epoch (`on_fit_epoch_end`, as `EarlyStopping` does) finds the epoch complete. The final and the test
+validation are no part of an epoch: `on_fit_epoch_end` does not fire again.
 
 A batch that nothing comes of ends with status="skipped", and its metrics are in no mean: when `training_step` returns
 None, when the loss is not finite (on_nan="skip"; neither `on_after_backward` nor an update) or the gradients are not
@@ -33,33 +83,29 @@ None, when the loss is not finite (on_nan="skip"; neither `on_after_backward` no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from eventbus import events
-from eventbus.batches import size_of
-from eventbus.fitness import Means, qualified
 from eventbus.rates import rates_of
 from trainer import state
-from trainer.delivery import owed
-from trainer.devices import evaluating, move
+from trainer.devices import move
 from trainer.job import say_that_nothing_was_left
-from trainer.lockstep import read_to_the_end, same_buffers
 from trainer.mishaps import is_usable, with_memory
-from trainer.outcome import read_step, read_validation, samples
+from trainer.outcome import read_step
 from trainer.randomness import undisturbed
 from trainer.reading import Reading
 from trainer.schedule import plateau_metric
-from trainer.weights import averaged_weights, best_weights
+from trainer.validation import evaluate, validate
+from trainer.weights import best_weights
 
 if TYPE_CHECKING:
     from trainer.checkpoint import Saved
     from trainer.job import Job
     from trainer.trainer import Trainer
 
-__all__ = ["fit", "save", "tell_saved", "validate"]
+__all__ = ["fit", "save", "tell_saved"]
 
 
 def fit(trainer: Trainer, job: Job) -> None:
@@ -226,70 +272,6 @@ def validate_epoch(trainer: Trainer, job: Job) -> None:
     metrics = {} if run.is_stopped else validate(trainer, job.val_loader or (), phase="fit")
     run.is_validated = bool(metrics)
     run.is_partial |= run.is_stopped
-
-
-def validate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
-    """Evaluate the model, with its averaged weights where it has some; see `evaluate`."""
-    with averaged_weights(trainer):
-        return evaluate(trainer, loader, phase=phase)
-
-
-def evaluate(trainer: Trainer, loader: Iterable[Any], *, phase: str) -> dict[str, float]:
-    """Evaluate without gradients; the means over the loader by bare name, or nothing when a stop cut it short.
-
-    They join the metrics of the epoch, where `on_val_end` finds them and may add others, unless `run.apart()`.
-    """
-    run = trainer.progress
-    place = {"epoch": None if phase in ("sanity", "standalone") else run.epoch, "phase": phase}
-    metrics: dict[str, float] = {}
-    doing = "val" if phase == "fit" else phase
-
-    def end() -> None:
-        run.metrics |= qualified(phase if phase in ("final", "test") else "val", metrics)
-        run.publish(events.ValEnd, step=run.step, metrics=metrics, **place)
-
-    with owed(end), trainer.doing(doing):
-        run.publish(events.ValStart, step=run.step, **place)
-        with evaluating(trainer.model), same_buffers(trainer.model):
-            metrics |= validate_batches(trainer, loader, place)
-    return metrics
-
-
-def validate_batches(trainer: Trainer, loader: Iterable[Any], place: dict[str, Any]) -> dict[str, float]:
-    """Every batch of a validation."""
-    run, means, outputs = trainer.progress, Means(), list[Any]()
-    was_stopped, weight = run.is_stopped, 0
-    for batch, data in enumerate(read_to_the_end(run, loader, obeys=place["phase"] != "standalone")):
-        result = validate_batch(trainer, data, means, batch=batch, **place)
-        weight += size_of(data) or 1
-        if trainer.keeps_outputs:
-            outputs.append(result)
-    if run.is_stopped and not was_stopped:
-        return {}
-    if not run.ranks.any(weight > 0):
-        raise ValueError(f"The loader to validate on (phase {place['phase']!r}) gave no batch.")
-    numbers = trainer.validation_numbers(outputs) if weight else {}
-    return run.averaged(means, numbers, weight=weight)
-
-
-def validate_batch(trainer: Trainer, data: Any, means: Means, **place: Any) -> Any:
-    """One batch of a validation; returns what the step returned."""
-    run = trainer.progress
-    metrics: dict[str, Any] = {}
-    with (
-        trainer.showing(batch=data, results=None),
-        owed(lambda: run.publish(events.ValBatchEnd, metrics=metrics, **place)),
-    ):
-        run.publish(events.ValBatchStart, **place)
-        trainer.batch = move(data, trainer.device)
-        with trainer.casting():
-            trainer.results = result = trainer.validation_step(trainer.batch)
-        metrics, outputs = read_validation(result)
-        means.add(metrics, size_of(data) or 1)
-        if run.bus.hears(events.ValImageEnd):
-            for sample in samples(outputs, size_of(data) or 0):
-                run.publish(events.ValImageEnd, metrics=sample, **place)
-    return result
 
 
 def validate_between_batches(trainer: Trainer, job: Job) -> bool:

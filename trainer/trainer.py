@@ -18,7 +18,7 @@ from eventbus.events import Log, ParamsUpdate
 from eventbus.fitness import Mode
 from eventbus.lifecycle import Plan
 from eventbus.signals import StopSignals, signals_of
-from trainer import export, loop, prediction, saving
+from trainer import export, loop, prediction, saving, validation
 from trainer.attributes import Attributes
 from trainer.callbacks import Callbacks
 from trainer.delivery import Delivery
@@ -186,7 +186,7 @@ class Trainer(Steps, Callbacks, Attributes):
         self._join_late()
         self.model.to(self.device)
         with self._delivery.session(), self.ranks.together(), self.progress.apart():
-            return loop.validate(self, loader, phase="standalone")
+            return validation.validate(self, loader, phase="standalone")
 
     def predict(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the outputs of each batch; nothing is read from the loader before it is asked for.

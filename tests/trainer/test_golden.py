@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.trainer.toys import Recorder, assert_balanced, batches, make_trainer
+from eventbus import EVENTS
+from tests.trainer.toys import BEGIN, END, INNER, Recorder, assert_balanced, batches, make_trainer
+from tests.trainer.ways import WAYS, claims, run
+from trainer import loop
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,6 +108,90 @@ def test_two_epochs_of_three_batches_with_validation(bus: EventBus, tmp_path: Pa
     trainer.fit(batches(3), batches(2, size=2), epochs=2)
     assert seen.hooks == GOLDEN
     assert_balanced(seen.hooks)
+
+
+VAL = ["on_val_start", "on_val_batch_start", "on_val_batch_end", "on_val_end"]
+#: The first epoch of every training in `tests.trainer.ways`.
+FIRST = [
+    *BEGIN, "on_train_epoch_start", *INNER, *INNER, "on_train_epoch_end", *VAL, "on_fit_epoch_end",
+    "on_model_save", "on_model_save", "on_train_epoch_start", *INNER,
+]  # fmt: skip
+#: The test, with the best weights.
+TEST = ["on_params_update", *VAL, "on_params_update"]
+#: A batch of which nothing came.
+LOST = ["on_train_batch_start", "on_train_batch_end"]
+#: An epoch that was cut short.
+CUT = ["on_train_epoch_end", "on_fit_epoch_end"]
+STOPPED = [*INNER, "on_control", *CUT, "on_model_save", *TEST, *END]
+FAILED = [*LOST, *CUT, "on_exception", *END]
+#: What follows the first batch of the second epoch, when the run ends with the second one.
+GOLDEN_ENDS = {
+    "all epochs": [
+        *INNER, "on_train_epoch_end", *VAL, "on_fit_epoch_end", "on_model_save", "on_model_save", *TEST, *END,
+    ],
+    "max_steps": ["on_train_epoch_end", *VAL, "on_fit_epoch_end", "on_model_save", "on_model_save", *TEST, *END],
+    "trainer.stop": STOPPED,
+    "control.stop": STOPPED,
+    "EarlyStopping": [
+        *INNER, "on_train_epoch_end", *VAL, "on_fit_epoch_end", "on_model_save", "on_model_save", "on_control",
+        *TEST, *END,
+    ],
+    "one of signals=": [*INNER, "on_control", *CUT, "on_model_save", *END],
+    'on_nan="stop"': [*LOST, "on_control", *CUT, *TEST, *END],
+    'on_nan="raise"': FAILED,
+    "memory does not suffice": FAILED,
+    "exception in the model": FAILED,
+    "exception in the loss": FAILED,
+    "exception in the loader": [*CUT, "on_exception", *END],
+    "exception in validation": [
+        *INNER, "on_train_epoch_end", *VAL, "on_fit_epoch_end", "on_exception", *END,
+    ],
+    "a hook that raises": FAILED,
+    "Ctrl-C": FAILED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_end(way: str, tmp_path: Path) -> None:
+    """The golden trace of each, and what the table in `trainer.loop` says of it, read from there."""
+    seen = run(way, tmp_path)
+    assert seen.hooks == FIRST + GOLDEN_ENDS[way]
+    assert_balanced(seen.hooks)
+    assert claims(seen) == table()[way]
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] >= 1
+
+
+def table() -> dict[str, list[str]]:
+    """The rows of the table in the docstring of the loop."""
+    lines = [line for line in (loop.__doc__ or "").splitlines() if line.count(" | ") == 6]
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines]
+    assert rows[0] == ["way to end", "last batch", "epoch", "validated", "last.pt", "best tested", "then"]
+    return {row[0]: row[1:] for row in rows[1:]}
+
+
+def test_the_table_of_ways_to_end_is_complete() -> None:
+    assert list(table()) == list(WAYS) == list(GOLDEN_ENDS)
+
+
+def test_H12_the_loop_shows_every_hook(bus: EventBus, tmp_path: Path) -> None:
+    """Each hook there is has its place in the docstring; those of an epoch are in the order in which they come."""
+    text = loop.__doc__ or ""
+    assert set(EVENTS) - {hook for hook in EVENTS if re.search(rf"\b{hook}\b", text)} <= OF_THE_TESTS
+    shown = re.findall(r"^ +(?:on_\w+|optimizer_step|teardown)\b", text, re.MULTILINE)
+    epoch = [hook.strip() for hook in shown]
+    epoch = epoch[epoch.index("on_train_epoch_start") : epoch.index("on_exception")]
+    seen = Recorder(bus)
+    trainer = make_trainer(
+        bus, save_dir=tmp_path, log_every=1, ema=0.5, scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    )
+    trainer.fit(batches(1), batches(1, size=1), epochs=1)
+    came = [hook for hook, _ in groupby(seen.hooks) if hook in epoch]  # two files, one line
+    left = iter(epoch)
+    assert all(hook in left for hook in came), came
+
+
+#: Events that other tests define.
+OF_THE_TESTS = {hook for hook, kind in EVENTS.items() if kind.__module__ != "eventbus.events"}
 
 
 def test_counters_of_every_batch(bus: EventBus) -> None:
