@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import random
+import shutil
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.eventbus.scripts import run
 from tests.trainer.toys import Recorder, batches, linear, make_trainer, squared_error
 from trainer import Callback, EarlyStopping, ModelCheckpoint
 
@@ -277,3 +281,111 @@ def test_patience_survives_a_resume_and_a_stopped_run_stops_again(bus: EventBus,
     assert (result.reason, result.epoch) == ("stopped", None)
     fresh = make_trainer(bus, callbacks=[], **options).fit(batches(1), epochs=5, resume="auto")
     assert (fresh.reason, fresh.epoch) == ("completed", 4)
+
+
+# ------------------------------------------------------------------------------------------- what goes wrong on disk
+
+
+FULL_DISK = """
+import json, resource
+import torch
+from trainer import Trainer
+
+def full(is_full):  # to a process that may write no byte past that to a file, every disk is full
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000 if is_full else hard, hard))
+
+bus = EventBus(run="full")
+failed = []
+bus.subscribe(failed.append, "on_checkpoint_failed")
+model = torch.nn.Linear(300, 100)
+trainer = Trainer(
+    model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), bus=bus, save_dir=sys.argv[1]
+)
+trainer.add_callback("on_train_epoch_start", lambda t: full(t.epoch == 1))
+trainer.add_callback("on_fit_epoch_end", lambda t: files.append(sorted(os.listdir(sys.argv[1]))) if t.epoch else None)
+trainer.add_callback("on_train_epoch_start", lambda t: steps.append(
+    torch.load(sys.argv[1] + "/last.pt", weights_only=True)["step"] if t.epoch else 0
+), priority=-1)
+files, steps = [], []
+result = trainer.fit([torch.ones(4, 300)] * 3, epochs=3)
+say(json.dumps([result.reason, steps, files, sorted({os.path.basename(event.path) for event in failed})]))
+say(failed[0].error)
+"""
+
+
+def test_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path) -> None:
+    """The file is only half written: the one of before is whole and the next is written, when there is room again."""
+    done = run(FULL_DISK, str(tmp_path))
+    assert done.code == 0, done.err
+    reason, steps, files, failed = json.loads(done.out[0])
+    assert (reason, steps, failed) == ("completed", [0, 3, 3], ["best.pt", "last.pt"])
+    assert files == [["best.pt", "last.pt"]] * 2
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 9
+    assert "could not be written; the training goes on" in done.err
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="needs a directory that takes no files from anybody")
+def test_a_read_only_directory_costs_the_checkpoint_alone(bus: EventBus) -> None:
+    seen = Recorder(bus)
+    result = make_trainer(bus, save_dir="/sys/kernel/trainbus").fit(batches(1), epochs=1)
+    assert (result.reason, result.last) == ("completed", None)
+    assert {os.path.basename(event.path) for event in seen.of("on_checkpoint_failed")} == {"last.pt", "best.pt"}
+
+
+def test_a_directory_that_vanishes_is_made_again(bus: EventBus, tmp_path: Path) -> None:
+    trainer = make_trainer(bus, save_dir=tmp_path / "runs")
+    trainer.add_callback("on_train_batch_end", lambda t: shutil.rmtree(t.save_dir) if t.epoch == 1 else None)
+    seen = Recorder(bus, "on_checkpoint_failed", "on_model_save")
+    result = trainer.fit(batches(1), epochs=3)
+    assert result.last is not None
+    assert seen.count("on_checkpoint_failed") == 0
+    assert torch.load(result.last, weights_only=True)["step"] == 3
+
+
+def test_what_a_killed_process_left_half_written_is_removed(bus: EventBus, tmp_path: Path) -> None:
+    """Else each of them takes as much room as a model, for ever."""
+    for name in (".last.pt.4711.tmp", ".best.pt.4711.tmp", "notes.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    make_trainer(bus, save_dir=tmp_path).fit(batches(1), epochs=1)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "notes.tmp"]
+
+
+def test_the_best_is_on_disk_before_the_last(bus: EventBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in between, the run would go on from a last.pt that says of a best epoch that has no file."""
+    replaced: list[str] = []
+    original = os.replace
+    monkeypatch.setattr(
+        "os.replace", lambda source, target: (replaced.append(os.path.basename(target)), original(source, target))
+    )
+    seen = Recorder(bus, "on_model_save")
+    make_trainer(bus, save_dir=tmp_path).fit(batches(1), epochs=1)
+    assert replaced == ["best.pt", "last.pt"]
+    assert [os.path.basename(event.path) for event in seen.events] == ["last.pt", "best.pt"]
+
+
+def test_I7_every_end_leaves_the_same_artefacts(bus: EventBus, tmp_path: Path) -> None:
+    """After the same batch, whoever ends it: on_train_end, the same last.pt, the best.pt of before, nothing half."""
+    ways: dict[str, Any] = {
+        "hook": lambda t: setattr(t, "stop", True),
+        "control": lambda t: t.bus.control.stop("enough"),
+        "signal": lambda t: os.kill(os.getpid(), signal.SIGUSR1),
+        "max_steps": lambda t: None,
+    }
+    left: list[Any] = []
+    for way, act in ways.items():
+        directory = tmp_path / way
+        trainer = make_trainer(bus, save_dir=directory, signals=("SIGUSR1",), monitor="train/score", mode="max", seed=1)
+        trainer.add_callback("on_train_epoch_end", lambda t: t.metrics.update({"train/score": -float(t.epoch)}))
+        trainer.add_callback("on_after_backward", lambda t, act=act: act(t) if t.progress.global_batch == 7 else None)
+        seen = Recorder(bus, "on_train_end")
+        result = trainer.fit(batches(6), batches(1), epochs=3, max_steps=8 if way == "max_steps" else None)
+        assert (seen.one("on_train_end").step, result.step) == (8, 8)
+        seen.subscription.close()
+        assert (result.last, result.best) == (directory / "last.pt", directory / "best.pt")
+        last = torch.load(result.last, weights_only=True)
+        for name in ("attempt", "max_steps", "metrics"):  # with max_steps there are those of a last validation, too
+            del last[name]
+        left.append((sorted(os.listdir(directory)), torch.load(result.best, weights_only=True)["step"], str(last)))
+    assert left[0][:2] == (["best.pt", "last.pt"], 6)
+    assert left == left[:1] * len(ways)
