@@ -162,6 +162,7 @@ class Trainer(Steps, Callbacks, Attributes):
         if self.progress.inbox is not None:
             raise RuntimeError("This trainer is training already; in a callback, train with another one.")
         self._join_late()
+        check_ranks(self.on_oom, self.ranks)
         check_counts(epochs=epochs, max_steps=max_steps, validate_every=validate_every, save_every=save_every)
         is_val_monitored = {f"monitor={self.monitor!r}": self.monitor is not None and self.monitor.startswith("val")}
         check_needs_val_loader(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -67,10 +68,11 @@ class Warmup:
         self._show()
 
     def _look(self) -> None:
-        """Take over what somebody else has set."""
-        now = rates_of(self._optimizer)
-        if now != self._shown:
-            self._planned = tuple(rate / self._factor for rate in now)
+        """Take over what somebody else has set; a group that was added has the rate that is planned for it."""
+        known = zip_longest(rates_of(self._optimizer), self._shown, self._planned)
+        self._planned = tuple(
+            now if shown is None else planned if now == shown else now / self._factor for now, shown, planned in known
+        )
 
     def _show(self) -> None:
         self._set([rate * self._factor for rate in self._planned])

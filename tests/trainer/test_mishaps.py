@@ -284,11 +284,14 @@ def test_another_failure_is_not_mistaken_for_it(bus: EventBus) -> None:
 def work(rank: int, directory: str) -> None:
     """Only rank 1 has losses that are not finite: one is skipped, the next stops both."""
     torch.set_num_threads(1)
+    early = make_trainer(None, on_oom="retry", run="early")
     store = distributed.FileStore(os.path.join(directory, "store"), 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found: dict[str, Any] = {}
     with pytest.raises(ValueError, match="on_oom='skip' works in one process only"):
         make_trainer(None, on_oom="skip")
+    with pytest.raises(ValueError, match="on_oom='retry' works in one process only"):
+        early.fit(batches(1), epochs=1)
     for on_nan in ("skip", "stop", "raise"):
         bus = EventBus(run=on_nan)
         seen = Recorder(bus)

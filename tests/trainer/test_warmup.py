@@ -93,6 +93,22 @@ def test_a_rate_set_in_the_warm_up_holds_at_once_and_rises_on(bus: EventBus) -> 
     assert changed == pytest.approx([0.02, 0.04, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05])
 
 
+def test_a_group_that_is_added_in_the_warm_up_joins_it(bus: EventBus) -> None:
+    """With the update after its first; its rate is the one planned for it, and the others stay where they are."""
+    seen = Recorder(bus, "optimizer_step")
+    trainer = make_trainer(bus, warmup=5)
+
+    def add(trainer: Any) -> None:
+        if trainer.progress.global_batch == 1:
+            trainer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.4})
+
+    trainer.add_callback("on_fit_epoch_end", add)
+    trainer.fit(batches(2), epochs=2)
+    assert [event.lr for event in seen.events] == [
+        pytest.approx(rates) for rates in ((0.02,), (0.04,), (0.06, 0.4), (0.08, 0.32))
+    ]
+
+
 def test_the_rise_is_told_as_one_change(bus: EventBus) -> None:
     """A rise in every batch is no news; a callback's own change after it is told as before."""
     seen = Recorder(bus, "on_lr_change")
