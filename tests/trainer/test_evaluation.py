@@ -18,6 +18,7 @@ from eventbus import EventBus
 from sinks import JSONLSink
 from tests.trainer.toys import BEGIN, END, INNER, Recorder, assert_balanced, batches, linear, make_trainer
 from trainer import Callback, ModelCheckpoint
+from trainer.devices import unwrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,15 +36,15 @@ class Worsening(Callback):
 
     def on_fit_epoch_end(self, trainer: Any) -> None:
         if self.first is None:
-            self.first = trainer.model.weight.detach().clone()
+            self.first = unwrapped(trainer.model).weight.detach().clone()
 
     def on_train_epoch_end(self, trainer: Any) -> None:
         if self.first is not None:
             with torch.no_grad():
-                trainer.model.weight += 100.0
+                unwrapped(trainer.model).weight += 100.0
 
     def on_val_batch_end(self, trainer: Any) -> None:
-        self.seen.append((trainer.progress.phase, trainer.model.weight.detach().clone()))
+        self.seen.append((trainer.progress.phase, unwrapped(trainer.model).weight.detach().clone()))
 
 
 @pytest.fixture
@@ -242,20 +243,25 @@ def test_sinks_leave_a_trial_validation_out_unless_asked(bus: EventBus, tmp_path
 
 
 def work(rank: int, directory: str) -> None:
-    """Only rank 0 has the files; both evaluate the best weights, and go on with their own."""
+    """Only rank 0 has the files; both evaluate the best weights, or where these cannot be read the averaged ones."""
     torch.set_num_threads(1)
     store = distributed.FileStore(os.path.join(directory, "store"), 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found: dict[str, Any] = {}
     for damaged in (False, True):
         watch = Worsening()
-        trainer = make_trainer(None, model=linear(), save_dir=os.path.join(directory, f"{rank}"), callbacks=[watch])
+        model = nn.parallel.DistributedDataParallel(linear())
+        average = {"ema": 0.5} if damaged else {}
+        directory_here = os.path.join(directory, f"{rank}")
+        trainer = make_trainer(None, model=model, save_dir=directory_here, callbacks=[watch], **average)
         if damaged:
             trainer.add_callback("on_model_save", lambda t: t.best.write_bytes(b""))
-        result = trainer.fit(batches(1), batches(1), epochs=2, test_loader=batches(1), sanity_batches=1)
+        result = trainer.fit(
+            batches(1, seed=rank), batches(1, seed=rank), epochs=2, test_loader=batches(1), sanity_batches=1
+        )
         evaluated = [weight.tolist() for phase, weight in watch.seen if phase == "test"]
         found[f"{damaged}"] = {"seen": evaluated, "first": watch.first.tolist(), "metrics": dict(result.metrics)}
-        found[f"{damaged}"]["last"] = trainer.model.weight.tolist()
+        found[f"{damaged}"]["last"] = (trainer.ema.ema if damaged else model.module).weight.tolist()
     with open(os.path.join(directory, f"{rank}.json"), "w") as file:
         json.dump(found, file)
     distributed.destroy_process_group()
