@@ -45,7 +45,7 @@ class Callbacks:
     def _set_up_callbacks(self, callbacks: Iterable[Callback], on_error: Literal["isolate", "raise"]) -> None:
         self._on_callback_error = on_error
         self._registered: list[_Registered] = []
-        self.callback_objects = list(callbacks)
+        self.callback_objects = list({id(one): one for one in callbacks}.values())  # one given twice is called once
         if self.save_dir is not None and not any(isinstance(one, ModelCheckpoint) for one in self.callback_objects):
             self.callback_objects.append(ModelCheckpoint())
         self.checkpoints = [one for one in self.callback_objects if isinstance(one, ModelCheckpoint)]
