@@ -44,6 +44,8 @@ class Fitting(Progress):
     has_updated = False
     #: Whether the run is stopped for numbers that are not finite: its parameters are not worth keeping.
     has_diverged = False
+    #: The last epoch in which a batch that went wrong was warned of.
+    warned_epoch: int | None = None
     #: Whether there is a validation to wait for before an epoch is complete.
     has_validation = False
     #: Whether it was said that the loaders of the processes differ.

@@ -13,6 +13,7 @@ import torch
 from eventbus.request import Request
 
 if TYPE_CHECKING:
+    from trainer.fitting import Fitting
     from trainer.ranks import Ranks
     from trainer.trainer import Trainer
 
@@ -55,7 +56,7 @@ def _decide(trainer: Trainer, problem: str) -> None:
     if trainer.on_nan == "raise":
         raise FloatingPointError(f"{problem}, in {where}. on_nan= says what to do then.")
     run.status = "skipped"
-    _log.warning("%s, in %s: the batch is skipped.", problem, where)
+    _say(run, f"{problem}, in {where}: the batch is skipped.")
     if trainer.on_nan == "stop":
         run.has_diverged = True
         if run.inbox is not None and trainer.ranks.rank == 0:  # one request is enough for all processes
@@ -76,17 +77,21 @@ def with_memory(trainer: Trainer, attempt: Callable[[], bool]) -> bool:
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
-        _log.warning(
-            "Out of memory in epoch %d, batch %d, step %d; %s. %s",
-            *(run.epoch, run.batch, run.step),
-            "it is tried once more" if trainer.on_oom == "retry" else "the batch is skipped",
-            str(error),  # a log record that held the error would hold the tensors of its frames
-        )
+        then = "tried once more" if trainer.on_oom == "retry" else "skipped"
+        where = f"epoch {run.epoch}, batch {run.batch}, step {run.step}"
+        # as text, since a log record that held the error would hold the tensors of its frames
+        _say(run, f"Out of memory in {where}: the batch is {then}. {error}")
     _free(trainer)  # after the except block, when nothing holds the traceback and the tensors of its frames any more
     if trainer.on_oom == "skip":
         return False
     run.status = "retried"
     return attempt()
+
+
+def _say(run: Fitting, problem: str) -> None:
+    """Warn once per epoch, in which every batch may be such a one; their status says the rest."""
+    _log.log(logging.DEBUG if run.warned_epoch == run.epoch else logging.WARNING, "%s", problem)
+    run.warned_epoch = run.epoch
 
 
 def _free(trainer: Trainer) -> None:

@@ -16,6 +16,7 @@ from tests.trainer.toys import squared_error as loss
 from trainer import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 VAL = ["on_val_start", "on_val_batch_start", "on_val_batch_end", "on_val_end"]
@@ -265,6 +266,15 @@ def test_a_signal_that_was_asked_for_stops_cleanly_and_is_chained(bus: EventBus,
     assert seen.count("on_val_start") == 0
 
 
+@pytest.fixture
+def obeyed_ctrl_c() -> Iterator[None]:
+    """Also where the shell that runs the tests has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("obeyed_ctrl_c")
 def test_ctrl_c_as_a_signal_interrupts_the_second_time(bus: EventBus, seen: Recorder) -> None:
     trainer = make_trainer(bus, signals=(signal.SIGINT,))
     trainer.add_callback("on_train_batch_start", lambda t: os.kill(os.getpid(), signal.SIGINT))

@@ -175,6 +175,16 @@ def test_the_last_group_of_a_loader_without_length_is_checked_too(bus: EventBus,
     assert_balanced(seen.hooks)
 
 
+def test_a_flood_of_them_is_warned_of_once_per_epoch(bus: EventBus, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(bus, loss=spoiling(math.nan, *range(1, 9)), on_nan="skip")
+    trainer.fit(batches(4), epochs=2)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [
+        "The loss is nan, in epoch 0, batch 1, step 1: the batch is skipped.",
+        "The loss is nan, in epoch 1, batch 0, step 1: the batch is skipped.",
+    ]
+
+
 def test_nothing_is_checked_unless_asked_for(bus: EventBus) -> None:
     """The check waits for the GPU."""
     seen = Recorder(bus)
