@@ -82,6 +82,8 @@ class Scenario:
     validates: bool = True
     clip_norm: float | None = None
     scaler: bool = False
+    ema: float | None = None
+    warmup: int = 0
     workers: int = 0
     loader: Callable[[Any], Any] = lambda loader: loader
     fit: dict[str, Any] = field(default_factory=lambda: {"epochs": 3})
@@ -104,7 +106,7 @@ class Scenario:
                 bus=bus, scheduler=scheduler, scheduler_every=every, save_dir=self.directory, seed=3,
                 accumulate=self.accumulate, clip_norm=self.clip_norm, log_every=2, callbacks=[Counting()],
                 scaler=torch.amp.GradScaler("cpu", growth_interval=2) if self.scaler else None,
-                on_callback_error="raise",
+                ema=self.ema, warmup=self.warmup, on_callback_error="raise",
             )  # fmt: skip
             for hook, fn in hooks:
                 trainer.add_callback(hook, fn)
@@ -196,8 +198,7 @@ def assert_same(whole: Scenario, pieces: Scenario, one: Trainer, other: Trainer)
     assert other.progress.reason == one.progress.reason == "completed"
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+ANYWHERE = given(
     cuts=st.lists(st.tuples(st.integers(0, 3 * BATCHES - 1), st.sampled_from(WAYS)), min_size=1, max_size=4),
     accumulate=st.integers(1, 3),
     schedule=st.sampled_from(sorted(SCHEDULERS)),
@@ -205,11 +206,13 @@ def assert_same(whole: Scenario, pieces: Scenario, one: Trainer, other: Trainer)
     validates=st.booleans(),
     clip_norm=st.sampled_from([None, 0.5]),
     scaler=st.booleans(),
+    ema=st.sampled_from([None, 0.8]),
+    warmup=st.sampled_from([0, 4, 12]),
 )
-def test_resumed_anywhere_it_is_the_run_that_was_never_interrupted(
-    cuts: list[Any], tmp_path_factory: pytest.TempPathFactory, **options: Any
-) -> None:
-    """Several times in a row, at any batch, by every way to leave a checkpoint behind."""
+
+
+def resume_anywhere(cuts: list[Any], tmp_path_factory: pytest.TempPathFactory, **options: Any) -> None:
+    """Train once in one piece, and once in pieces."""
     directory = tmp_path_factory.mktemp("runs")
     whole = Scenario(directory=directory / "whole", **options)
     expected = whole.run(resume=None)
@@ -217,6 +220,25 @@ def test_resumed_anywhere_it_is_the_run_that_was_never_interrupted(
     for count, way in sorted(cuts, key=lambda cut: cut[0]):
         pieces.run(*way(count))
     assert_same(whole, pieces, expected, pieces.run())
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@ANYWHERE
+def test_resumed_anywhere_it_is_the_run_that_was_never_interrupted(
+    cuts: list[Any], tmp_path_factory: pytest.TempPathFactory, **options: Any
+) -> None:
+    """Several times in a row, at any batch, by every way to leave a checkpoint behind."""
+    resume_anywhere(cuts, tmp_path_factory, **options)
+
+
+@pytest.mark.long
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@ANYWHERE
+def test_resumed_anywhere_it_is_the_run_that_was_never_interrupted_at_length(
+    cuts: list[Any], tmp_path_factory: pytest.TempPathFactory, **options: Any
+) -> None:
+    """The same, for much longer."""
+    resume_anywhere(cuts, tmp_path_factory, **options)
 
 
 @pytest.mark.parametrize("count", [1, BATCHES - 1, BATCHES + 2])
