@@ -131,7 +131,7 @@ class TrainStart(Event):
 
 
 class TrainEpochStart(Event):
-    """An epoch begins. No gradients exist."""
+    """An epoch begins, or goes on after a resume. No gradients exist, but those of an open group of a resumed one."""
 
     epoch: int
     epochs: int | None = None
@@ -317,7 +317,7 @@ class CheckpointFailed(Event):
 
 
 class CheckpointLoad(Event):
-    """A checkpoint was loaded: parameters, optimizer and counters changed. `epoch` is the next one to run."""
+    """A checkpoint was loaded: parameters, optimizer and counters changed. `epoch` is the one it goes on in."""
 
     path: str
     epoch: int | None = None

@@ -139,6 +139,11 @@ class Fitting(Progress):
             self.read_state = self.stateful_loader.state_dict()
         return self.read_state
 
+    def let_go(self) -> None:
+        """Keep no loader after the run: garbage collection would wait seconds for the workers of one in a cycle."""
+        self.settings.clear()  # some of them are of the job, which has the loaders
+        self.stateful_loader, self.generators = None, ()
+
     def start_batch(self, batch: Any) -> None:
         """Begin a batch that was read from the loader."""
         self.has_updated = False

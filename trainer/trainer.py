@@ -330,8 +330,11 @@ class Trainer(Steps, Callbacks, Attributes):
         ):
             try:
                 loop.fit(self, job)
+                self.progress.hold()  # for a `save_model` afterwards
             finally:
                 self.batch = None  # it may be large, and on the GPU
+                self.train_loader = self.valid_loader = self.test_loader = None
+                self.progress.let_go()
 
     def _is_interrupted(self) -> bool:
         return self.progress.reason == "interrupted"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from eventbus import EVENTS, Event, EventBus, EventBusError, SubscriptionError, TrainBatchEnd, UnknownHookError
-from tests.trainer.toys import Recorder, batches, linear, make_trainer, squared_error
+from tests.trainer.toys import Lengthless, Recorder, batches, linear, make_trainer, squared_error
 from trainer import Callback, Trainer
 
 if TYPE_CHECKING:
@@ -341,3 +342,17 @@ def test_validating_and_predicting_inside_of_a_training(bus: EventBus) -> None:
     assert (set(results[0]), results[1]) == ({"loss"}, 2)
     assert (seen.one("on_val_end").phase, seen.one("on_val_end").epoch) == ("standalone", None)
     assert set(seen.one("on_fit_epoch_end").metrics) == {"train/loss"}
+
+
+def test_a_trainer_keeps_no_loader_after_the_training(bus: EventBus) -> None:
+    """A loader with workers, collected as part of a cycle, would hold the collector for seconds."""
+    loader = Lengthless(batches(2))
+    reference = weakref.ref(loader)
+    trainer = make_trainer(bus)
+    during: list[Any] = []
+    trainer.add_callback("on_train_start", lambda t: during.append((t.train_loader is reference(), t.valid_loader)))
+    trainer.fit(loader, epochs=1)
+    assert during == [(True, None)]
+    assert (trainer.train_loader, trainer.valid_loader, trainer.test_loader) == (None, None, None)
+    del loader
+    assert reference() is None

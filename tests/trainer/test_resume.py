@@ -514,8 +514,14 @@ def test_a_file_that_cannot_be_read_is_refused(bus: EventBus, tmp_path: Path) ->
 def test_numpy_numbers_among_the_metrics_do_not_spoil_the_file(bus: EventBus, tmp_path: Path) -> None:
     trainer = make_trainer(bus, save_dir=tmp_path, monitor="val/score", mode="max")
     trainer.add_callback("on_val_end", lambda t: t.metrics.update({"val/score": numpy.float64(0.5)}))
-    assert trainer.fit(batches(1), batches(1), epochs=1).last is not None
-    assert torch.load(tmp_path / "last.pt", weights_only=True)["fitness"]["best"] == 0.5
+    trainer.add_callback("on_train_batch_end", lambda t: t.metrics.update({"train/mine": numpy.float32(0.25)}))
+    trainer.add_callback("on_after_backward", at(2, stop))
+    seen = Recorder(bus, "on_checkpoint_failed")
+    trainer.fit(batches(2), batches(1), epochs=3)
+    assert seen.count("on_checkpoint_failed") == 0
+    checkpoint = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert (checkpoint["step"], checkpoint["fitness"]["best"]) == (3, 0.5)
+    assert checkpoint["places"][0]["metrics"] == {"train/mine": 0.25}
 
 
 def test_a_state_that_could_not_be_read_again_is_not_written(bus: EventBus, tmp_path: Path) -> None:
