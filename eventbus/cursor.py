@@ -116,6 +116,10 @@ class Cursor(Counters):
     def queued(self) -> int:
         return len(self._kept) + len(self._queue)
 
+    def left(self) -> int:
+        """How many events a close that is over leaves undelivered, as far as it is known."""
+        return self.pending
+
     def is_full(self, coming: int = 0) -> bool:
         """Whether the bounds leave no room for another event, with so many on their way."""
         return self.queued() + coming >= self.maxsize or self.bytes >= self.max_bytes

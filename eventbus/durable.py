@@ -151,6 +151,10 @@ class DurableCursor(SpillCursor):
     def queued(self) -> int:
         return 0 if self.waits else super().queued() + (self._missed is not None)
 
+    def left(self) -> int:
+        """One more, however much it is, when it has not even read what it missed."""
+        return max(self.pending, self._missed is not None)
+
     def oldest(self) -> Entry | None:
         looked = self._looked  # first, as in `SpillCursor.oldest`
         if self._missed is None and not (self.waits and self._journal.is_open and not self.ended):

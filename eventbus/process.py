@@ -143,7 +143,8 @@ class ProcessDelivery(Delivery):
                 if bell is not None:
                     self._serve_all(bell, mine)
                 if self.generation == mine and not self.stopping:
-                    self._drop_the_rest()
+                    if self.subscriber.is_closed:
+                        self._drop_the_rest()
                     self.finished()
                 else:
                     self._flight.give_back()

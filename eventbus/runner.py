@@ -244,8 +244,7 @@ class Runner:
             self._bus._refuse_events()
             self._log.lose_devices()
             self._log.catch_up(0.1)
-        # A durable one may not even have read what it missed: that is one more, however much it is.
-        left = {s.name: n for s in self._log.served() if (n := max(s.cursor.pending, s.cursor.queued()))}
+        left = {s.name: n for s in self._log.served() if (n := s.cursor.left())}
         left |= {delivery.name: delivery.left for delivery in self._deliveries() if delivery.left}
         for delivery in self._deliveries():
             if not delivery.ended:

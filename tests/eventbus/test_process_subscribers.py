@@ -341,6 +341,23 @@ def test_a_subscriber_in_a_process_is_disabled_before_the_next_call(bus: EventBu
     assert "its process ended with exit code 1" in health.why
 
 
+@pytest.mark.parametrize("options", [{"overflow": "spill"}, {"durable": True}])
+def test_G10_a_close_says_what_a_disabled_process_has_not_got(
+    notes: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Its failing trial ends it; what is kept for it is left, and dropped for the close and no other reason."""
+    bus = EventBus(journal=tmp_path / "journal")
+    bus.subscribe(do, Job, run_in="process", on_error="disable", disable_after=1, name="kept", **options)
+    for n in range(6):
+        bus.publish(Job(n=n, path=str(notes), what="raise always"))
+    wait_until(lambda: bus.health()["kept"].state == "disabled")
+    report = bus.close()
+    stats = bus.stats()["kept"]
+    assert report.left == {"kept": stats.dropped}
+    assert stats.dropped == 6 - stats.failed > 0
+    assert stats.dropped_by == {"closed": stats.dropped}
+
+
 def test_G17_a_durable_subscriber_in_a_process_goes_on_where_it_was(notes: Path, tmp_path: Path) -> None:
     """Its events are in the journal when the bus ends without it, and none is lost or doubled."""
     bus = EventBus(run="r", journal=tmp_path / "journal")
