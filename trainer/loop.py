@@ -75,6 +75,9 @@ then the bus is flushed, and the original exception leaves `Trainer.fit`. A stop
 hooks of an epoch (`on_fit_epoch_end`, as `EarlyStopping` does) finds the epoch complete. The final and the test
 validation are no part of an epoch: `on_fit_epoch_end` does not fire again.
 
+The processes of a distributed run end alike, at the same step. Where one has an exception, the others end as by one of
+their own, `RankFailedError` (`trainer.departure`).
+
 A batch that nothing comes of ends with status="skipped", and its metrics are in no mean: when `training_step` returns
 None, when the loss is not finite (on_nan="skip"; neither `on_after_backward` nor an update) or the gradients are not
 (`on_before_optimizer_step` and `on_before_zero_grad` fire, `optimizer_step` does not), and when memory did not suffice

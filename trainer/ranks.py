@@ -120,17 +120,21 @@ class Ranks:
 
     def _agree_on_departure(self) -> Departure:
         meeting = self.gather(os.urandom(6).hex())[0]
-        own = self._own_connections if self._own_connections is not None else connections()
-        by_rank = self.gather(own)
-        others = [theirs for rank, theirs in enumerate(by_rank) if rank != self.rank]
-        shared = frozenset((here, there) for here, there in own if any((there, here) in theirs for theirs in others))
-        return Departure(self.rank, self.world_size, meeting, shared, store_of_group())
+        own = self._own_connections
+        if own is None:
+            own = self._shared(connections())
+        return Departure(self.rank, self.world_size, meeting, own, store_of_group())
+
+    def _shared(self, own: frozenset[Connection]) -> frozenset[Connection]:
+        """Those of this process's connections that lead to another process of the run."""
+        others = [theirs for rank, theirs in enumerate(self.gather(own)) if rank != self.rank]
+        return frozenset((here, there) for here, there in own if any((there, here) in theirs for theirs in others))
 
     @property
     def _group(self) -> Any:
         """A gloo group of all processes: the default one, else one of our own, made with the first thing they tell."""
         if self._own_group is None and distributed.get_backend() != "gloo":
-            before = connections()
+            before = connections()  # those made meanwhile are the group's: thousands of ranks need not compare theirs
             self._own_group = distributed.new_group(backend="gloo")
             self._own_connections = connections() - before
         return self._own_group

@@ -147,7 +147,8 @@ class Trainer(Steps, Callbacks, Attributes):
         epoch, and the end always counts. The best model (``best.pt``, else the last weights) is evaluated at the end
         on the `test_loader`, and with `final_validation` on the `val_loader` (phases "test" and "final").
         `sanity_batches` of the `val_loader` are tried before the first epoch (phase "sanity"); nothing is left of
-        them. Raises what the model, the loaders or a raising callback raise.
+        them. Raises what the model, the loaders or a raising callback raise, and `RankFailedError` where another
+        process of the run failed.
 
         `resume` is a checkpoint, or "auto" for this run's ``last.pt`` when there is one. The run goes on right where
         that was taken, in the middle of an epoch too: on the CPU its weights are bit for bit those of a run that was

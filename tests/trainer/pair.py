@@ -53,11 +53,10 @@ class Pair:
         except EOFError:
             return False, False, "the process has ended"
 
-    def close(self, *, gracefully: bool = True) -> None:
-        """End both processes; a later `run` starts others."""
+    def close(self, *, gracefully: bool = True) -> list[int | None]:
+        """End both processes, and give their exit codes; a later `run` starts others."""
         members, self._members = self._members, []
-        for member in members:
-            member.end(gracefully=gracefully)
+        return [member.end(gracefully=gracefully) for member in members]
 
 
 @dataclass
@@ -74,15 +73,17 @@ class _Member:
         theirs.close()
         return cls(process, ours)
 
-    def end(self, *, gracefully: bool) -> None:
+    def end(self, *, gracefully: bool) -> int | None:
         if not gracefully:
             self.process.kill()
         self.pipe.close()
-        self.process.join(10)
+        self.process.join(30)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        code = self.process.exitcode
         self.process.close()
+        return code
 
 
 def _serve(rank: int, pipe: Connection) -> None:

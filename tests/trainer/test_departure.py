@@ -52,7 +52,13 @@ class Breaking:
 def failing(place: str, breaking: Breaking, trainer: Any) -> tuple[Any, Any]:
     """Let one thing fail; returns the loaders to train with and to validate on."""
     train, val = batches(6), batches(3)
-    if place == "loss":
+    if place == "queued":
+
+        async def fail(event: Any) -> None:
+            breaking()
+
+        trainer.bus.subscribe(fail, "on_train_batch_end", rank="all", on_error="raise")
+    elif place == "loss":
         trainer.loss_fn = lambda model, batch: (breaking(), squared_error(model, batch))[1]
     elif place in ("on_train_batch_end", "on_val_batch_end", "on_fit_epoch_end"):
         trainer.bus.subscribe(breaking, place, on_error="raise")
@@ -86,7 +92,7 @@ def one_fails(rank: int, place: str, directory: str) -> dict[str, Any]:
         loaders = failing(place, Breaking(rank), trainer)
         told: dict[str, Any] = {}
         try:
-            trainer.fit(*loaders, epochs=4)
+            trainer.fit(*loaders, epochs=4 if place != "queued" else 10_000)  # that one comes when it is delivered
         except (LookupError, RankFailedError) as error:
             told |= {"error": repr(error), "text": str(error), "cause": type(error.__cause__).__name__, "at": time()}
         if rank == 1:
@@ -100,15 +106,16 @@ def one_fails(rank: int, place: str, directory: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "place",
-    ["loss", "on_train_batch_end", "on_val_batch_end", "on_fit_epoch_end", "train_loader", "val_loader"],
+    ["loss", "on_train_batch_end", "on_val_batch_end", "on_fit_epoch_end", "train_loader", "val_loader", "queued"],
 )
 def test_E6_a_rank_that_fails_and_lingers_does_not_keep_the_other(place: str, pair: Pair, tmp_path: Path) -> None:
-    """E5, E6: in a backward pass, at the fixed point or at the end of an epoch, the other ends, and names it."""
+    """C10, E5, E6: in a backward pass, at the fixed point or at the end of an epoch, the other ends, and names it."""
     zero, one = pair.run(one_fails, tmp_path, place, str(tmp_path))
     assert one["error"] == "LookupError('gone')"
     assert one["other_ended"]
     by = f"; raised by inline subscriber 'Breaking' on {place}" if place.startswith("on_") else ""
-    assert zero["text"] == f"Rank 1 failed: LookupError: gone{by} (its log has the traceback)"
+    told = f"Rank 1 failed: LookupError: gone{by} (its log has the traceback)"
+    assert zero["text"] == told if place != "queued" else zero["text"].startswith("Rank 1 failed: LookupError: gone; ")
     assert zero["exception"] == ("RankFailedError", zero["text"])
     assert one["exception"] == ("LookupError", "gone")
     assert zero["reason"] == one["reason"] == "failed"
