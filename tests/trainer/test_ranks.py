@@ -15,7 +15,7 @@ from torch import distributed
 from eventbus import EventBus, track
 from tests.trainer.pair import Pair
 from tests.trainer.toys import Lengthless, Recorder, batches, linear, make_trainer
-from trainer import RankFailedError, Trainer
+from trainer import EarlyStopping, RankFailedError, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -379,3 +379,37 @@ def test_track_with_gather_decides_for_all_processes(pair: Pair, tmp_path: Path)
     assert zero["end"][1] == "stopped"
     assert zero["losses"] == one["losses"]
     assert zero["losses"][0] == pytest.approx(sum(zero["own"] + one["own"]) / 8)
+
+
+def with_every_option(rank: int, directory: str) -> dict[str, Any]:
+    """What decides, computes or reads by itself, all at once, on loaders of different lengths."""
+    with EventBus(run="r") as bus:
+        seen = Recorder(bus, "on_fit_epoch_end", "on_lr_change")
+        trainer = parallel(
+            bus, model=Normed(), save_dir=directory, ema=0.9, precision="bf16", warmup=3, accumulate=2, clip_norm=1.0,
+            on_nan="skip", monitor="val/loss", callbacks=[EarlyStopping(patience=1)],
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+        )  # fmt: skip
+        data = batches(6 - rank, seed=rank)
+        if rank == 1:
+            data[2] = (data[2][0] * float("nan"), data[2][1])
+        result = trainer.fit(
+            data, batches(1 + 2 * rank, seed=9), epochs=3, sanity_batches=1, test_loader=batches(2 - rank, seed=8)
+        )
+    average = trainer.average.module
+    return {
+        "metrics": [dict(event.metrics) for event in seen.of("on_fit_epoch_end")],
+        "rates": [tuple(event.new) for event in seen.of("on_lr_change")],
+        "end": (result.reason, result.step, dict(result.metrics)),
+        "weights": [parameter.tolist() for parameter in trainer.model.module.parameters()],
+        "averages": [parameter.tolist() for parameter in average.parameters()],
+    }
+
+
+def test_every_option_keeps_the_processes_in_step(pair: Pair, tmp_path: Path) -> None:
+    """Whatever one of them skips, averages, warms up, monitors or tests, the other does the same."""
+    zero, one = pair.run(with_every_option, tmp_path, str(tmp_path))
+    for name in zero:
+        assert zero[name] == one[name], name
+    assert len(zero["metrics"]) >= 1
+    assert "test/loss" in zero["end"][2]
