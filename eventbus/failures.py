@@ -234,8 +234,8 @@ class Failures:
         if level > logging.INFO:
             self._bus.publish(EventsDropped(subscriber=subscription.name, reason=by, count=count))
 
-    def raise_due(self, event: Event) -> None:
-        """Raise what a subscriber with ``on_error="raise"`` failed with, for the thread that published that event.
+    def take_due_at(self, event: Event) -> BaseException | None:
+        """What a subscriber with ``on_error="raise"`` failed with, for the thread that published what it failed at.
 
         Not from a terminal event, which must reach the others; not inside another subscriber's handler, which is not
         who asked for it; and not from a finaliser or a signal handler, which would raise it into code that has
@@ -243,12 +243,12 @@ class Failures:
         """
         me = threading.get_ident()
         if me not in self.due or isinstance(event, TERMINAL + ABOUT_US):
-            return
+            return None
         if isinstance(handling.handler.get(), Delivery) or _is_intruding(sys._getframe(1)):
-            return
+            return None
         error = self.due.pop(me)
         self._bus._reroute()
-        raise error
+        return error
 
     def take_due(self) -> BaseException | None:
         """What was never raised, for `close`."""

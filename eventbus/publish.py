@@ -200,7 +200,7 @@ class Publisher(ABC):
         if self._is_inert():
             return None
         if self._failures.due:
-            self._failures.raise_due(event)
+            self._raise_due(event)
         routes, cls = self._routes, event.__class__  # fetched before the table is read: a change replaces them
         heard = [s for s in self._registry.all() if s.filter.hears(cls, event.hook)]
         journaled = self._journal is not None
@@ -214,6 +214,17 @@ class Publisher(ABC):
         if cls is not UnknownEvent and not self._failures.due and not asks_again:
             routes[cls] = route
         return route
+
+    def _raise_due(self, event: Event) -> None:
+        """Raise what a subscriber of this thread's earlier event failed with; `event` itself is published before."""
+        error = self._failures.take_due_at(event)
+        if error is None:
+            return
+        try:
+            self.publish(event)  # it may be an end that is owed
+        except Exception as late:  # noqa: BLE001  # the earlier failure is the one to show
+            error.add_note(f"while {event.hook} was published, a hook failed too: {type(late).__name__}: {late}")
+        raise error
 
     def _ignores(self, cls: type[Event]) -> bool:
         """Whether publishing this class does nothing, so that an event need not be made; False until that is known."""
