@@ -251,8 +251,8 @@ class Runner:
                 delivery.cut(reason)
         if not others:
             self._log.give_up(reason)
-        if self._bus._runner is not self:
-            self._log.gave_up = ""
+            if self._bus._runner is not self:  # or just now: what comes is for the one that runs
+                self._log.gave_up = ""
         # What a held-up feeder has not even handed on is for nobody knows whom.
         self.report = CloseReport(not left and (others or not len(self._log)), left)
 
