@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from eventbus import EventBus
@@ -22,6 +21,8 @@ from trainer.devices import unwrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.trainer.pair import Pair
 
 VAL = ["on_val_start", "on_val_batch_start", "on_val_batch_end", "on_val_end"]
 QUIET = ("!on_val_image_end",)
@@ -242,11 +243,8 @@ def test_sinks_leave_a_trial_validation_out_unless_asked(bus: EventBus, tmp_path
 # --------------------------------------------------------------------------------------------- several processes
 
 
-def work(rank: int, directory: str) -> None:
+def work(rank: int, directory: str) -> dict[str, Any]:
     """Only rank 0 has the files; both evaluate the best weights, or where these cannot be read the averaged ones."""
-    torch.set_num_threads(1)
-    store = distributed.FileStore(os.path.join(directory, "store"), 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found: dict[str, Any] = {}
     for damaged in (False, True):
         watch = Worsening()
@@ -262,20 +260,11 @@ def work(rank: int, directory: str) -> None:
         evaluated = [weight.tolist() for phase, weight in watch.seen if phase == "test"]
         found[f"{damaged}"] = {"seen": evaluated, "first": watch.first.tolist(), "metrics": dict(result.metrics)}
         found[f"{damaged}"]["last"] = (trainer.ema.ema if damaged else model.module).weight.tolist()
-    with open(os.path.join(directory, f"{rank}.json"), "w") as file:
-        json.dump(found, file)
-    distributed.destroy_process_group()
+    return found
 
 
-def test_every_process_evaluates_the_best_weights(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_every_process_evaluates_the_best_weights(pair: Pair, tmp_path: Path) -> None:
+    zero, one = pair.run(work, tmp_path, str(tmp_path))
     assert zero["False"]["seen"] == one["False"]["seen"] == [zero["False"]["first"]]
     assert zero["True"]["seen"] == one["True"]["seen"] == [zero["True"]["last"]]
     assert zero["False"]["last"] != zero["False"]["first"]
